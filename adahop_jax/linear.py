@@ -1,0 +1,188 @@
+"""The linear operation y = x w with quantized forward and backward products.
+
+One `custom_vjp` encloses all three matmuls, float in and float out: the integer codes inside carry no
+gradient. What it saves for the backward pass is tagged with `checkpoint_name`, so that a remat policy
+can keep it by name.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from adahop_jax.backends import choose_backend
+from adahop_jax.blocking import check_float
+from adahop_jax.contraction import Operand, overwrite_rows, product
+from adahop_jax.mxfp4 import MXFP4Array
+from adahop_jax.products import dot_f32
+from adahop_jax.quantization import check_key
+from adahop_jax.recipe import Recipe
+from adahop_jax.strategy import MatmulStrategies, Strategy
+
+RESIDUAL_NAME = "adahop_residual"
+"""Name of the saved activations, for `jax.checkpoint_policies.save_only_these_names`."""
+
+# Every use of random numbers in a layer draws from a stream of its own: shared noise would correlate
+# the errors of gx and gw.
+_STREAMS = ("y_x", "y_w", "gx_g", "gx_w", "gw_x", "gw_g", "y_signs", "gx_signs", "gw_signs")
+
+
+class _Config(NamedTuple):
+    strategies: MatmulStrategies
+    recipe: Recipe
+
+    def k(self, matmul: str) -> int:
+        return next(k for name, _, k in self.strategies.items() if name == matmul)
+
+
+class _Saved(NamedTuple):
+    """What gw needs of x: the packed form, or x itself where a strategy's BF16 path needs all of it."""
+
+    x: Float[Array, "T K"] | None
+    packed: MXFP4Array | None
+    outlier_indices: Int[Array, " k"] | None
+    outlier_columns: Float[Array, "T k"] | None
+
+
+def dot(
+    x: Float[Array, "... K"],
+    w: Float[Array, "K N"],
+    strategies: MatmulStrategies | Strategy | str,
+    *,
+    recipe: Recipe | None = None,
+    key: Array | None = None,
+) -> Float[Array, "... N"]:
+    """x @ w, differentiable, with each of the three matmuls in its own strategy.
+
+    The forward product quantizes x and w along K. The backward pass quantizes the cotangent g and w
+    along N for gx, and g and x along the tokens for gw. Saved for it: w, and x in 4.25 bits a value
+    (with a compact [tokens, k] in bfloat16 where gw is OE-right), or x as it is where gw is BF16,
+    OE-left or OE-inner, whose high-precision part needs every entry.
+
+    With BF16 for all three and operands of one dtype this is `lax.dot_general`, bits and gradients
+    included.
+
+    Args:
+      x: activations, any leading shape (its axes are tokens); float32, bfloat16 or float16.
+      w: weight in Flax's layout [in, out]; may be wider than x (float32 master weights).
+      strategies: of the three matmuls, or one strategy for all.
+      recipe: formats, block size, signs and backend; its policy plays no role here.
+      key: a JAX key, for a recipe that draws random numbers.
+
+    Returns:
+      y in x's dtype. The gradient of x has x's dtype; that of w is accumulated in float32 and has w's.
+
+    Raises:
+      TypeError: for operands that are not float arrays.
+      ValueError: for shapes that do not match, unknown strategies, or a missing key.
+    """
+    x, w = check_float(x, "x"), check_float(w, "w")
+    if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
+        raise ValueError(f"x {x.shape} and w {w.shape} must have the shapes [..., K] and [K, N].")
+    recipe = recipe or Recipe()
+    if not isinstance(strategies, MatmulStrategies):
+        strategies = MatmulStrategies.uniform(strategies, recipe.k)
+    if strategies.all_bf16 and x.dtype == w.dtype:
+        return lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
+    check_key(key, recipe.needs_key)
+    tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    y = _dot(_Config(strategies, recipe), tokens, w, key if recipe.needs_key else None)
+    return y.reshape(*x.shape[:-1], w.shape[1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dot(config: _Config, x: Array, w: Array, key: Array | None) -> Array:
+    keys = _streams(key)
+    y = product(
+        config.strategies.y,
+        _operand(config, config.strategies.y, "activation", x, 1, keys["y_x"]),
+        _operand(config, config.strategies.y, "weight", w, 0, keys["y_w"]),
+        k=config.k("y"),
+        backend=choose_backend(config.recipe.backend)[0],
+        signs=_signs(config, keys["y_signs"]),
+    )
+    return y.astype(x.dtype)
+
+
+def _forward(config: _Config, x: Array, w: Array, key: Array | None) -> tuple[Array, tuple]:
+    saved = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), _save(config, x, key))
+    return _dot(config, x, w, key), (saved, w, key)
+
+
+def _backward(config: _Config, residuals: tuple, g: Array) -> tuple[Array, Array, None]:
+    saved, w, key = residuals
+    keys = _streams(key)
+    gx = product(
+        config.strategies.gx,
+        _operand(config, config.strategies.gx, "gradient", g, 1, keys["gx_g"]),
+        _operand(config, config.strategies.gx, "weight", w, 1, keys["gx_w"]),
+        k=config.k("gx"),
+        backend=choose_backend(config.recipe.backend)[0],
+        signs=_signs(config, keys["gx_signs"]),
+    )
+    # y has x's dtype, and so has its cotangent.
+    return gx.astype(g.dtype), _weight_gradient(config, saved, g, keys).astype(w.dtype), None
+
+
+_dot.defvjp(_forward, _backward)
+
+
+def _save(config: _Config, x: Array, key: Array | None) -> _Saved:
+    strategy = config.strategies.gw
+    if strategy is Strategy.BF16:
+        return _Saved(x.astype(jnp.bfloat16), None, None, None)
+    if strategy in (Strategy.IHT_OE_LEFT, Strategy.IHT_OE_INNER):
+        return _Saved(x, None, None, None)
+    keys = _streams(key)
+    operand = _operand(config, strategy, "activation", x, 0, keys["gw_x"])
+    packed = choose_backend(config.recipe.backend)[0].quantize(
+        x, -2, operand.quantizer, signs=_signs(config, keys["gw_signs"]), key=operand.key
+    )
+    if strategy is Strategy.IHT_OE_RIGHT:
+        indices, columns = operand.outliers(config.k("gw"))
+        return _Saved(None, packed, indices, columns.astype(jnp.bfloat16))
+    return _Saved(None, packed, None, None)
+
+
+def _weight_gradient(
+    config: _Config, saved: _Saved, g: Array, keys: dict[str, Array | None]
+) -> Float[Array, "K N"]:
+    """The kernel's gradient x^T g: the transpose of the table's g^T x, so left and right swap."""
+    strategy, backend = config.strategies.gw, choose_backend(config.recipe.backend)[0]
+    signs = _signs(config, keys["gw_signs"])
+    gradient = _operand(config, strategy, "gradient", g, 0, keys["gw_g"])
+    if saved.packed is None:
+        assert saved.x is not None
+        activation = _operand(config, strategy, "activation", saved.x, 0, keys["gw_x"])
+        return product(
+            strategy.mirrored, activation, gradient, k=config.k("gw"), backend=backend, signs=signs
+        )
+    out = backend.multiply(backend.decode(saved.packed), gradient.carrier(backend, signs), (0, 0))
+    if saved.outlier_indices is None or saved.outlier_columns is None:
+        return out
+    rows = dot_f32(saved.outlier_columns, g.astype(jnp.bfloat16), (0, 0))
+    return overwrite_rows(out, saved.outlier_indices, rows)
+
+
+def _operand(
+    config: _Config, strategy: Strategy, kind: str, values: Array, axis: int, key: Array | None
+) -> Operand:
+    return Operand(values, axis, config.recipe.quantizer(kind, strategy), key)
+
+
+def _streams(key: Array | None) -> dict[str, Array | None]:
+    if key is None:
+        return dict.fromkeys(_STREAMS)
+    return {name: jax.random.fold_in(key, i) for i, name in enumerate(_STREAMS)}
+
+
+def _signs(config: _Config, key: Array | None) -> Array | None:
+    if config.recipe.signs == "none":
+        return None
+    assert key is not None
+    return jax.random.rademacher(key, (config.recipe.block_size,), jnp.int8)
