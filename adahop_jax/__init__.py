@@ -1,11 +1,17 @@
 """AdaHOP in JAX: MXFP4 training of Flax models with outlier-pattern-aware strategies.
 
 The method is arXiv:2604.02525. Quantization and its arithmetic: `quantize`, `MXFP4Array`,
-`hadamard_transform`, `matmul`. Training: `Dense` (or `dot`), `Recipe`, `StrategyTable`. Calibration:
-`profile_tensor`, `classify`, `calibrate`, `table_from_votes`, `bind`.
+`hadamard_transform`, `matmul`. Training: `Dense` (or `dot`), `Recipe`, `StrategyTable`.
+Calibration: `profile_tensor`, `classify`, `calibrate`, `table_from_votes`, `bind`.
 """
 
-from adahop_jax.calibration import calibrate, observe, patterns_from_votes, table_from_votes
+from adahop_jax.calibration import (
+    calibrate,
+    observe,
+    patterns_from_votes,
+    table_from_votes,
+    votes_by_layer,
+)
 from adahop_jax.contraction import matmul
 from adahop_jax.hadamard import hadamard_matrix, hadamard_transform
 from adahop_jax.linear import RESIDUAL_NAME, dot
@@ -43,4 +49,5 @@ __all__ = [
     "quantize",
     "table_from_votes",
     "top_outliers",
+    "votes_by_layer",
 ]

@@ -1,9 +1,9 @@
 """Calibration: the outlier patterns of a model's tensors, voted on inside the training step.
 
-Each layer adds a *probe*, an array of zeros, whose cotangent carries the votes on x, W and g out of the
-backward pass. A cotangent is additive, so micro-batches, scanned layers, shared layers, `vmap` and
-sharded devices all add up by construction, and the functions stay pure. The votes do not depend on
-the scale of the loss.
+Each layer adds a *probe*, an array of zeros, whose cotangent carries the votes on x, W and g out of
+the backward pass. A cotangent is additive, so micro-batches, scanned layers, shared layers, `vmap`
+and sharded devices all add up by construction, and the functions stay pure. The votes do not depend
+on the scale of the loss.
 """
 
 import functools
@@ -81,15 +81,37 @@ def _matrix(x: Array) -> Array:
 
 def probe_paths(probes: Any) -> list[str]:
     """Paths of the layers of a probes (or votes) tree, such as 'block_0/mlp/up'."""
-    return list(_by_path(probes))
+    return list(votes_by_layer(probes))
+
+
+def votes_by_layer(tree: Any) -> dict[str, Any]:
+    """{'block_0/up': votes} from the nested {'block_0': {'up': {'votes': votes}}}.
+
+    Raises:
+      ValueError: for a tree that adahop_jax layers did not make.
+    """
+    found: dict[str, Any] = {}
+
+    def walk(node: Any, path: tuple[str, ...]) -> None:
+        if not isinstance(node, Mapping):
+            name = "/".join(path)
+            raise ValueError(f"probes has a leaf at {name!r} that no adahop_jax layer made.")
+        for name, child in node.items():
+            if name == PROBE_NAME and not isinstance(child, Mapping):
+                found["/".join(path)] = child
+            else:
+                walk(child, (*path, name))
+
+    walk(tree, ())
+    return found
 
 
 def patterns_from_votes(votes: Any) -> dict[str, dict[str, Pattern]]:
     """The pattern with most votes, for 'x', 'w' and 'g' of every layer.
 
     Args:
-      votes: a tree like the probes, summed (or averaged) over steps and micro-batches. The entries of a
-        scanned layer, stacked, count together.
+      votes: a tree like the probes, summed (or averaged) over steps and micro-batches. The entries
+        of a scanned layer, stacked, count together.
 
     Returns:
       {path: {'x': pattern, 'w': pattern, 'g': pattern}}; a tie counts as none.
@@ -98,13 +120,13 @@ def patterns_from_votes(votes: Any) -> dict[str, dict[str, Pattern]]:
       ValueError: if there are no votes, or votes on a tensor that held a NaN or an infinity.
     """
     patterns = {}
-    for path, array in _by_path(votes).items():
+    for path, array in votes_by_layer(votes).items():
         counts = np.asarray(array, np.float64).reshape(-1, 3, 3).sum(axis=0)
         for tensor, row in zip(TENSORS, counts, strict=True):
             if np.isnan(row).any():
                 raise ValueError(
-                    f"calibration met a NaN or an infinity in {tensor} of layer {path!r}; a table from "
-                    "such votes would be meaningless."
+                    f"calibration met a NaN or an infinity in {tensor} of layer {path!r}; a table "
+                    "from such votes would be meaningless."
                 )
             if not row.any():
                 raise ValueError(
@@ -117,7 +139,7 @@ def patterns_from_votes(votes: Any) -> dict[str, dict[str, Pattern]]:
 
 
 def table_from_votes(votes: Any, recipe: Recipe) -> StrategyTable:
-    """The strategy table that a recipe's level gives for these votes (see `patterns_from_votes`)."""
+    """The strategy table that a recipe's level gives for votes, see `patterns_from_votes`."""
     if recipe.level is None:
         return recipe.initial_table()
     return StrategyTable(
@@ -171,21 +193,3 @@ def calibrate(
 def _majority(counts: np.ndarray) -> Pattern:
     winners = np.flatnonzero(counts == counts.max())
     return _ORDER[winners[0]] if len(winners) == 1 else Pattern.NONE
-
-
-def _by_path(tree: Any) -> dict[str, Any]:
-    """{'block_0/up': probe} from {'block_0': {'up': {'votes': probe}}}."""
-    found: dict[str, Any] = {}
-
-    def walk(node: Any, path: tuple[str, ...]) -> None:
-        if not isinstance(node, Mapping):
-            name = "/".join(path)
-            raise ValueError(f"probes has a leaf at {name!r} that no adahop_jax layer made.")
-        for name, child in node.items():
-            if name == PROBE_NAME and not isinstance(child, Mapping):
-                found["/".join(path)] = child
-            else:
-                walk(child, (*path, name))
-
-    walk(tree, ())
-    return found

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from adahop_jax.blocking import check_float
 from adahop_jax.e2m1 import ScaleRule, check_scale_rule
 from adahop_jax.hadamard import check_block_size
 from adahop_jax.outliers import squared_norms, top_indices
-from adahop_jax.products import dot_f32
+from adahop_jax.products import bf16_product
 from adahop_jax.quantization import check_key, undifferentiable
 from adahop_jax.strategy import DEFAULT_K, Strategy
 
@@ -57,21 +58,21 @@ def product(
 ) -> Float[Array, "M N"]:
     """A x B over one axis of each stored matrix, in float32.
 
-    Row i of the result depends on row i of A alone (blocks run along the contraction), so that OE-left
-    needs no cleaned copy of A: it overwrites k rows of the result, and OE-right k columns.
+    Row i of the result depends on row i of A alone (blocks run along the contraction), so that
+    OE-left needs no cleaned copy of A: it overwrites k rows of the result, and OE-right k columns.
     """
     contract = (a.axis, b.axis)
     if strategy is Strategy.BF16:
-        return _bf16_product(a.values, b.values, contract)
+        return bf16_product(a.values, b.values, contract)
     if strategy is Strategy.IHT_OE_INNER:
         return _inner_extraction(a, b, k, backend, signs)
     out = backend.multiply(a.carrier(backend, signs), b.carrier(backend, signs), contract)
     if strategy is Strategy.IHT_OE_LEFT:
         indices, rows = a.outliers(k)
-        return overwrite_rows(out, indices, _bf16_product(rows, b.values, contract))
+        return overwrite_rows(out, indices, bf16_product(rows, b.values, contract))
     if strategy is Strategy.IHT_OE_RIGHT:
         indices, columns = b.outliers(k)
-        return _overwrite_columns(out, indices, _bf16_product(a.values, columns, contract))
+        return _overwrite_columns(out, indices, bf16_product(a.values, columns, contract))
     return out
 
 
@@ -80,8 +81,8 @@ def _inner_extraction(
 ) -> Float[Array, "M N"]:
     """Takes k channels out of both operands and adds their BF16 product.
 
-    Channel i contributes the outer product A[:, i] B[i, :], of Frobenius norm ||A[:, i]|| ||B[i, :]||; the
-    largest go.
+    Channel i contributes the outer product of A[:, i] and B[i, :], whose Frobenius norm is the
+    product of theirs; the largest go.
     """
     norms = (squared_norms(side.values, side.axis) for side in (a, b))
     scores = functools.reduce(jnp.multiply, norms)
@@ -99,7 +100,7 @@ def _inner_extraction(
         backend=backend,
         signs=signs,
     )
-    return rest + _bf16_product(*picked, (a.axis, b.axis))
+    return rest + bf16_product(picked[0], picked[1], (a.axis, b.axis))
 
 
 def take(matrix: Array, indices: Int[Array, " k"], axis: int) -> Array:
@@ -116,10 +117,6 @@ def overwrite_rows(
 
 def _overwrite_columns(out: Array, indices: Array, columns: Array) -> Array:
     return out.at[:, indices].set(columns, unique_indices=True)
-
-
-def _bf16_product(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    return dot_f32(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), contract)
 
 
 def matmul(
@@ -194,7 +191,7 @@ def _matmul(
     quantizer: Quantizer,
     backend: str,
 ) -> Array:
-    a, b = (undifferentiable(operand, "adahop_jax.matmul") for operand in (a, b))
+    a, b = (cast(Array, undifferentiable(x, "adahop_jax.matmul")) for x in (a, b))
     key_a, key_b = (None, None) if key is None else jax.random.split(key)
     rows = a.reshape(-1 if a.size else 0, a.shape[-1])
     out = product(

@@ -31,7 +31,7 @@ ScaleRule = Literal["floor", "even", "ceil", "rceil", "mse"]
 SCALE_RULES: tuple[ScaleRule, ...] = get_args(ScaleRule)
 
 NONSATURATING_RULES: tuple[ScaleRule, ...] = ("ceil", "rceil")
-"""Rules under which no element exceeds 6 times its scale, so that stochastic rounding is unbiased."""
+"""Rules under which no element exceeds 6 scales, so that stochastic rounding is unbiased."""
 
 # A rule raises the floor exponent by one when amax = m * 2^k, 1 <= m < 2, has a mantissa field of
 # at least this much: m >= 1.75 (amax rounded to one mantissa bit, ties to even), m > 1, m > 1.5.
@@ -94,7 +94,7 @@ def scaled_magnitude(x: Float[Array, "..."], byte: UInt8[Array, "..."]) -> Float
     exponent = 127 - byte.astype(jnp.int32)
     half = exponent >> 1
     normal = _from_bits(bits) * _power_of_two(half) * _power_of_two(exponent - half)
-    # A subnormal is its mantissa field times 2^-149. Only the two lowest bytes leave anything of it.
+    # A subnormal is its mantissa field times 2^-149; only the lowest bytes leave anything of it.
     subnormal_unit = _power_of_two(jnp.maximum(exponent - 149, -126))
     subnormal = bits.astype(jnp.int32).astype(jnp.float32) * subnormal_unit
     return jnp.where(bits <= _MANTISSA, subnormal, normal)
@@ -116,7 +116,8 @@ def stochastic_code(
       random_bits: 32 independent bits an element; the upper 24 make the uniform number in [0, 1),
         so that a value on the grid never moves.
     """
-    lower = sum((v >= value).astype(jnp.uint8) for value in E2M1_VALUES[1:])
+    reached = ((v >= value).astype(jnp.uint8) for value in E2M1_VALUES[1:])
+    lower = sum(reached, jnp.zeros(v.shape, jnp.uint8))
     step = jnp.where(v < 2.0, 0.5, jnp.where(v < 4.0, 1.0, 2.0))
     uniform = (random_bits >> 8).astype(jnp.float32) * 2.0**-24
     up = (uniform * step < v - code_value(lower)) & (v < 6.0)

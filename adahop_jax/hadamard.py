@@ -42,8 +42,8 @@ def hadamard_transform(
 ) -> Float[Array, "..."]:
     """Replaces each block b of `block_size` values along `axis` by H (signs * b).
 
-    H is the orthonormal Sylvester matrix; H H^T = I, so a product whose operands are both transformed
-    along their contraction is unchanged (up to rounding).
+    H is the orthonormal Sylvester matrix; H H^T = I, so a product whose operands are both
+    transformed along their contraction is unchanged (up to rounding).
 
     Args:
       x: floats of at most 32 bits; computed in float32.

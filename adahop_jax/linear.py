@@ -1,13 +1,13 @@
 """The linear operation y = x w with quantized forward and backward products.
 
-One `custom_vjp` encloses all three matmuls, float in and float out: the integer codes inside carry no
-gradient. What it saves for the backward pass is tagged with `checkpoint_name`, so that a remat policy
-can keep it by name.
+One `custom_vjp` encloses all three matmuls, float in and float out: the integer codes inside carry
+no gradient. What it saves for the backward pass is tagged with `checkpoint_name`, so that a remat
+policy can keep it by name.
 """
 
 import functools
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from adahop_jax.backends import choose_backend
 from adahop_jax.blocking import check_float
 from adahop_jax.contraction import Operand, overwrite_rows, product
 from adahop_jax.mxfp4 import MXFP4Array
-from adahop_jax.products import dot_f32
+from adahop_jax.products import bf16_product
 from adahop_jax.quantization import check_key
 from adahop_jax.recipe import Recipe
 from adahop_jax.strategy import MatmulStrategies, Strategy
@@ -27,8 +27,8 @@ from adahop_jax.strategy import MatmulStrategies, Strategy
 RESIDUAL_NAME = "adahop_residual"
 """Name of the saved activations, for `jax.checkpoint_policies.save_only_these_names`."""
 
-# Every use of random numbers in a layer draws from a stream of its own: shared noise would correlate
-# the errors of gx and gw.
+# Every use of random numbers in a layer draws from a stream of its own: shared noise would
+# correlate the errors of gx and gw.
 _STREAMS = ("y_x", "y_w", "gx_g", "gx_w", "gw_x", "gw_g", "y_signs", "gx_signs", "gw_signs")
 
 
@@ -41,7 +41,7 @@ class _Config(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What gw needs of x: the packed form, or x itself where a strategy's BF16 path needs all of it."""
+    """What gw needs of x: the packed form, or x itself where a BF16 path needs all of it."""
 
     x: Float[Array, "T K"] | None
     packed: MXFP4Array | None
@@ -57,7 +57,7 @@ def dot(
     recipe: Recipe | None = None,
     key: Array | None = None,
 ) -> Float[Array, "... N"]:
-    """x @ w, differentiable, with each of the three matmuls in its own strategy.
+    """The product x @ w, differentiable, with each of the three matmuls in its own strategy.
 
     The forward product quantizes x and w along K. The backward pass quantizes the cotangent g and w
     along N for gx, and g and x along the tokens for gw. Saved for it: w, and x in 4.25 bits a value
@@ -75,7 +75,8 @@ def dot(
       key: a JAX key, for a recipe that draws random numbers.
 
     Returns:
-      y in x's dtype. The gradient of x has x's dtype; that of w is accumulated in float32 and has w's.
+      y in x's dtype. The gradient of x has x's dtype; that of w is accumulated in float32 and has
+      w's.
 
     Raises:
       TypeError: for operands that are not float arrays.
@@ -91,7 +92,7 @@ def dot(
         return lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
     check_key(key, recipe.needs_key)
     tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    y = _dot(_Config(strategies, recipe), tokens, w, key if recipe.needs_key else None)
+    y = cast(Array, _dot(_Config(strategies, recipe), tokens, w, key if recipe.needs_key else None))
     return y.reshape(*x.shape[:-1], w.shape[1])
 
 
@@ -165,7 +166,7 @@ def _weight_gradient(
     out = backend.multiply(backend.decode(saved.packed), gradient.carrier(backend, signs), (0, 0))
     if saved.outlier_indices is None or saved.outlier_columns is None:
         return out
-    rows = dot_f32(saved.outlier_columns, g.astype(jnp.bfloat16), (0, 0))
+    rows = bf16_product(saved.outlier_columns, g, (0, 0))
     return overwrite_rows(out, saved.outlier_indices, rows)
 
 

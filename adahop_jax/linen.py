@@ -24,13 +24,13 @@ _STRATEGIES_NAME = "strategies"
 class Dense(nn.Dense):
     """`nn.Dense` whose three matmuls run in MXFP4, each under its own strategy.
 
-    Arguments, parameter tree and initialization are those of `nn.Dense`. The strategies come from the
-    'adahop' collection passed to `apply` (see `bind`); without it from `strategies`; without that from
-    the recipe's initial table: the uniform strategy, or what calibration computes in. A layer whose
-    strategies are all BF16 computes exactly as `nn.Dense` does.
+    Arguments, parameter tree and initialization are those of `nn.Dense`. The strategies come from
+    the 'adahop' collection passed to `apply` (see `bind`); without it from `strategies`; without
+    that from the recipe's initial table: the uniform strategy, or what calibration computes in. A
+    layer whose strategies are all BF16 computes exactly as `nn.Dense` does.
 
-    `init` also makes the collection 'adahop_probes'. When `apply` is given it, the gradient with respect
-    to it holds this layer's votes (see `adahop_jax.table_from_votes`).
+    `init` also makes the collection 'adahop_probes'. When `apply` is given it, the gradient with
+    respect to it holds this layer's votes (see `adahop_jax.table_from_votes`).
 
     Attributes:
       recipe: formats, block size, backend, classifier.
@@ -45,8 +45,8 @@ class Dense(nn.Dense):
         """Applies the layer to [..., in]; returns [..., out] in the compute dtype.
 
         Raises:
-          ValueError: if a quantized layer was given a dot_general, or lacks the 'adahop' random stream
-            that its recipe needs.
+          ValueError: if a quantized layer was given a dot_general, or lacks the 'adahop' random
+            stream that its recipe needs.
         """
         shape = (jnp.shape(inputs)[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
@@ -62,8 +62,8 @@ class Dense(nn.Dense):
         else:
             if self.dot_general is not None or self.dot_general_cls is not None:
                 raise ValueError(
-                    f"dot_general of layer {self._path()!r} is set, but a quantized layer has its own "
-                    "products; leave it None."
+                    f"dot_general of layer {self._path()!r} is set, but a quantized layer has its "
+                    "own products; leave it None."
                 )
             # The kernel goes in as it is stored: master weights are rounded once, straight to FP4.
             y = dot(x, kernel, strategies, recipe=self.recipe, key=self._key())
@@ -111,8 +111,8 @@ class Dense(nn.Dense):
 def bind(table: StrategyTable, probes: Any) -> dict[str, Any]:
     """The 'adahop' collection that gives every layer of a model its strategies.
 
-    `model.apply({'params': params, 'adahop': bind(table, probes)}, x)`; it has no arrays, so it costs
-    nothing and may be made inside jit.
+    `model.apply({'params': params, 'adahop': bind(table, probes)}, x)`; it has no arrays, so it
+    costs nothing and may be made inside jit.
 
     Args:
       table: strategies by path.

@@ -38,8 +38,8 @@ def top_outliers(x: Float[Array, "R C"], k: int, axis: int) -> Int[Array, " k"]:
 def squared_norms(x: Float[Array, "R C"], axis: int) -> Float[Array, " n"]:
     """Squared L2 norms of the rows (axis=0) or columns (axis=1), over a common power of two.
 
-    The scale, taken from the largest magnitude, keeps the squares of huge and tiny values finite and
-    nonzero; it changes no ranking.
+    The scale, taken from the largest magnitude, keeps the squares of huge and tiny values finite
+    and nonzero; it changes no ranking.
     """
     x = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), initial=0.0)

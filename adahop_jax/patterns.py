@@ -3,11 +3,13 @@
 import dataclasses
 import enum
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from adahop_jax.blocking import check_float
@@ -33,9 +35,9 @@ METHODS: tuple[str, ...] = ("published", "robust")
 _VOTE_ORDER = (Pattern.ROW, Pattern.COL, Pattern.NONE)
 
 _PUBLISHED_RATIO = 2.0
-# float32 leaves identical variances about 1e-7 apart. Without this floor, rows or columns that are
-# all alike would have a spread that is pure rounding, and the ratio of two such spreads is arbitrary.
-_SPREAD_RESOLUTION = 1e-5
+# float32 sums are good to about 1e-6. A spread below this part of the mean is taken for rounding:
+# the ratio of two such spreads would be arbitrary.
+_RESOLUTION = 1e-5
 
 _ROBUST_OCTAVES = 1.0
 _ROBUST_ERRORS = 2.0
@@ -46,17 +48,18 @@ _TINY = 1e-19
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TensorProfile:
-    """Statistics of matrices [..., R, C]: per matrix one float32 scalar each, NaN unless all is finite.
+    """Statistics of matrices [..., R, C]: each one float32 scalar a matrix.
 
-    All are unchanged by scaling the matrix; transposing it swaps row and col.
+    Scaling a matrix leaves them unchanged, transposing it swaps row and col. A NaN or Inf among its
+    entries makes all of them NaN.
 
     Attributes:
       cv_row: published; the coefficient of variation of the R row variances, over the value
         sqrt(2/(C-1)) that independent Gaussian entries would give.
       cv_col: the same of the C column variances.
-      excess_row: ours; by how many octaves (log2) the magnitude of the largest row surely exceeds that
-        of the typical row, where a magnitude is the squared mean of sqrt|x|, "surely" means less two
-        standard errors, and typical is the median.
+      excess_row: ours; by how many octaves (log2) the magnitude of the largest row surely exceeds
+        that of the typical row. A row's magnitude is the squared mean of sqrt|x|; "surely": that
+        mean less two standard errors; typical: the median of the means.
       excess_col: the same of columns.
     """
 
@@ -69,8 +72,8 @@ class TensorProfile:
 def profile_tensor(x: Float[Array, "... R C"]) -> TensorProfile:
     """The statistics that the classifiers decide by.
 
-    They come from sums over rows and columns of the whole array, in float32, so under `jit` it may be
-    sharded in any way, and statistics that are not used cost nothing. Gradients do not flow through.
+    They come from float32 sums over rows and columns of the whole array, so under `jit` it may be
+    sharded in any way; statistics that are not used are not computed. No gradients flow through.
 
     Args:
       x: float32, bfloat16 or float16; leading axes are batch axes.
@@ -90,7 +93,7 @@ def profile_tensor(x: Float[Array, "... R C"]) -> TensorProfile:
     x = jax.lax.stop_gradient(x).astype(jnp.float32)
     roots = jnp.sqrt(jnp.abs(x))
     # A sum of roots cannot overflow, so it is finite exactly where every entry is.
-    finite = jnp.isfinite(jnp.sum(roots, axis=(-2, -1)))
+    finite = jnp.isfinite(jnp.sum(jnp.sum(roots, axis=-1), axis=-1))
     if min(x.shape[-2:]) < 2:
         statistics = (jnp.zeros(x.shape[:-2], jnp.float32),) * 4
     else:
@@ -98,40 +101,35 @@ def profile_tensor(x: Float[Array, "... R C"]) -> TensorProfile:
     return TensorProfile(*(jnp.where(finite, value, jnp.nan) for value in statistics))
 
 
-def _mean(x: Array, axis: int) -> Array:
-    # Divided before the sum, which could overflow.
-    return jnp.sum(x * (1 / x.shape[axis]), axis=axis, keepdims=True)
-
-
 def _variance_spreads(x: Float[Array, "... R C"]) -> tuple[Array, Array]:
     """(cv_row, cv_col)."""
     # Variances square x and their spread squares again: a power of two brings |x| below 1, exactly.
     _, exponent = jnp.frexp(jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True))
-    scale = jnp.ldexp(jnp.float32(1), -jnp.clip(exponent, -126, 126))
+    scaled = x * jnp.ldexp(jnp.float32(1), -jnp.clip(exponent, -126, 126))
     spreads = []
     for axis in (-1, -2):
-        freedom = x.shape[axis] - 1
-        deviation = x * scale - _mean(x, axis) * scale
-        variance = jnp.sum(jnp.square(deviation), axis=axis) / freedom
+        variance = jnp.var(scaled, axis=axis, ddof=1)
+        rounding = jnp.square(_RESOLUTION * jnp.mean(scaled, axis=axis))
+        variance = jnp.where(variance > rounding, variance, 0.0)
         mean = jnp.mean(variance, axis=-1)
         std = jnp.std(variance, axis=-1, ddof=1)
-        spread = jnp.where(std > _SPREAD_RESOLUTION * mean, std / mean, 0.0)
-        spreads.append(spread / np.sqrt(2 / freedom))
+        spread = jnp.where(std > _RESOLUTION * mean, std / mean, 0.0)
+        spreads.append(spread / math.sqrt(2 / (x.shape[axis] - 1)))
     return spreads[0], spreads[1]
 
 
 def _excess(roots: Float[Array, "... R C"], axis: int) -> Float[Array, "..."]:
     """Excess in octaves of the rows (axis -1) or columns (axis -2) of |x|, whose roots are given.
 
-    Roots tame heavy tails, and a row's standard error comes from its own entries: a single one, however
-    large, raises the mean by no more than one such error. The typical error is the least allowed, as a
-    row of few entries may by chance show hardly any spread.
+    Roots tame heavy tails. A row's standard error comes from its own entries, so a single one,
+    however large, raises the mean by about one such error. The typical error is the least that
+    counts, as a row of few entries may by chance show hardly any spread.
     """
-    mean = _mean(roots, axis)
-    # The entry itself is the square of its root; dividing the root first keeps the sum finite.
-    square = jnp.sum(jnp.square(roots * np.sqrt(1 / roots.shape[axis])), axis=axis)
-    mean = jnp.squeeze(mean, axis)
-    variance = jnp.maximum(square - jnp.square(mean), 0.0) / (roots.shape[axis] - 1)
+    count = roots.shape[axis]
+    mean = jnp.sum(roots, axis=axis) / count
+    # Mean squares are the means of |x|; divided before they are summed, they cannot overflow.
+    square = jnp.sum(jnp.square(roots * math.sqrt(1 / count)), axis=axis)
+    variance = jnp.maximum(square - jnp.square(mean), 0.0) / (count - 1)
     error = jnp.sqrt(jnp.maximum(variance, jnp.median(variance, axis=-1, keepdims=True)))
     largest = jnp.max(mean - _ROBUST_ERRORS * error, axis=-1)
     typical = jnp.median(mean, axis=-1)
@@ -147,8 +145,8 @@ def pattern_votes(
     Methods:
       published: row if cv_row > 2 cv_col, col if cv_col > 2 cv_row, else none (AdaHOP, arXiv
         2604.02525). Strong rows beside strong columns count as none.
-      robust: row if a row is surely twice as large as the typical row (excess_row > 1) and exceeds it by
-        more than any column exceeds the typical column; col likewise, else none.
+      robust: row if a row is surely twice as large as the typical row (excess_row > 1) and stands
+        out more than any column does (excess_row > excess_col); col likewise, else none.
 
     Args:
       x: matrices, or their profile.
@@ -203,9 +201,8 @@ def classify(x: Any, method: str = "published") -> Pattern | list[Pattern]:
     patterns = []
     for i, vote in enumerate(votes):
         if np.isnan(vote).any():
-            raise ValueError(
-                f"{f'x[{i}]' if many else 'x'} has NaN or Inf entries, but must be finite to be classified."
-            )
+            name = f"x[{i}]" if many else "x"
+            raise ValueError(f"{name} has NaN or Inf entries, but must be finite to be classified.")
         patterns.append(_VOTE_ORDER[int(np.argmax(vote))])
     return patterns if many else patterns[0]
 
@@ -224,7 +221,7 @@ def _votes_of_each(matrices: tuple[Array, ...], method: str) -> Float[Array, "N 
 
 
 def _check_matrix(x: Any, name: str) -> Array:
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         raise TypeError(f"{name} is traced, but must be concrete; under jit use pattern_votes.")
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise TypeError(f"{name} is of type {type(x).__name__}, but must be an array of floats.")

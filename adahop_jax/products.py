@@ -6,16 +6,16 @@ from jax import lax
 from jaxtyping import Array, Float
 
 
-def high_precision_product(a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M N"]:
-    """a @ b with operands rounded to bfloat16 and a float32 result."""
-    return dot_f32(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), (1, 0))
+def bf16_product(a: Array, b: Array, contract: tuple[int, int]) -> Float[Array, "M N"]:
+    """The high-precision path: operands rounded to bfloat16, see `dot_f32`."""
+    return dot_f32(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), contract)
 
 
 def dot_f32(a: Array, b: Array, contract: tuple[int, int]) -> Float[Array, "M N"]:
     """Product of two bfloat16 matrices over one axis of each, accumulated and returned in float32.
 
-    XLA's CPU backend has no bfloat16 product with a float32 result, so there the operands are widened,
-    which is exact.
+    XLA's CPU backend has no bfloat16 product with a float32 result, so there the operands are
+    widened, which is exact.
     """
     dims = (((contract[0],), (contract[1],)), ((), ()))
 

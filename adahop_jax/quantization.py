@@ -1,4 +1,4 @@
-"""The public `quantize`: checks, a guard against silent zero gradients, and the call of a backend."""
+"""The public `quantize`: checks, a guard against silent zero gradients, the backend's call."""
 
 import functools
 
@@ -22,23 +22,25 @@ def quantize(
     """Quantizes to MXFP4 in blocks of 32 along an axis.
 
     Args:
-      x: float32, bfloat16 or float16, at least 1-D; any length along `axis` (padded with zeros inside).
+      x: float32, bfloat16 or float16, at least 1-D; any length along `axis` (padded with zeros
+        inside).
       axis: the block axis; for an operand of a product, its contraction.
-      scale_rule: how a block's power-of-two scale follows from its largest magnitude. 'floor' (OCP MX
-        v1.0): 2^(floor(log2 amax) - 2), values above 6 scales saturate; 'even': amax is first rounded to
-        one mantissa bit; 'ceil', 'rceil': the exponent of amax, of amax/6, is rounded up, nothing
-        saturates; 'mse': the better of the floor exponent and the next by squared error.
+      scale_rule: how a block's power-of-two scale follows from its largest magnitude. 'floor' (OCP
+        MX v1.0): 2^(floor(log2 amax) - 2), values above 6 scales saturate; 'even': amax is first
+        rounded to one mantissa bit; 'ceil', 'rceil': the exponent of amax, of amax/6, is rounded
+        up, nothing saturates; 'mse': the better of the floor exponent and the next by squared
+        error.
       rounding: 'nearest' (ties to even), or 'stochastic', unbiased, with 'ceil' or 'rceil' only.
-      key: a JAX key, for stochastic rounding. Each element's noise depends on the key and on its global
-        index alone.
+      key: a JAX key, for stochastic rounding. Each element's noise depends on the key and on its
+        global index alone.
       backend: 'auto' or the name of a backend.
 
     Returns:
       An MXFP4Array. A block that holds a NaN or an infinity dequantizes to NaN.
 
     Raises:
-      TypeError: if x is not a float array, or is differentiated (its integer codes would carry a zero
-        gradient in silence: `adahop_jax.dot` is the differentiable operation).
+      TypeError: if x is not a float array, or is differentiated (its integer codes would carry a
+        zero gradient in silence: `adahop_jax.dot` is the differentiable operation).
       ValueError: for an unknown rule, rounding, axis or backend, or a missing key.
     """
     x = check_float(x)
@@ -66,8 +68,8 @@ def undifferentiable(x: Array, name: str) -> Array:
 @undifferentiable.defjvp
 def _undifferentiable_jvp(name: str, primals: tuple, tangents: tuple) -> tuple:
     raise TypeError(
-        f"{name} cannot be differentiated (rounding has no useful gradient); use adahop_jax.dot, or "
-        "pass jax.lax.stop_gradient of the operand."
+        f"{name} cannot be differentiated (rounding has no useful gradient); use adahop_jax.dot, "
+        "or pass jax.lax.stop_gradient of the operand."
     )
 
 

@@ -40,8 +40,8 @@ class Recipe:
     """A training precision: static, hashable, a pytree without leaves.
 
     Attributes:
-      policy: where the strategies come from: 'bf16', 'plain' and 'iht' are uniform, 'lv1' and 'lv2' the
-        published tables, filled in by calibration.
+      policy: where the strategies come from: 'bf16', 'plain' and 'iht' are uniform, 'lv1' and 'lv2'
+        the published tables, filled in by calibration.
       activation: format of x.
       weight: format of W.
       gradient: format of g.

@@ -1,8 +1,8 @@
 """Strategies and the table that holds them: how each matmul of each layer is computed.
 
-Everything here is static: hashable, compared by value, without arrays. As pytrees these objects have
-no leaves, so they live in a train state, cross `jit` as part of the tree's structure, and cost one
-retrace when they change.
+Everything here is static: hashable, compared by value, without arrays. As pytrees these objects
+have no leaves, so they live in a train state, cross `jit` as part of the tree's structure, and cost
+one retrace when they change.
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ class Strategy(enum.StrEnum):
     """How one matmul A [M, K] x B [K, N] is computed.
 
     PLAIN quantizes both operands along K; IHT, the inner Hadamard transform, rotates them along K
-    first. With outlier extraction (OE) the k largest rows of A (left) or columns of B (right) go through
-    BF16 and overwrite their rows or columns of the product; OE_INNER takes k channels of K out of both
-    operands and adds their BF16 product. BF16 quantizes nothing.
+    first. With outlier extraction (OE) the k largest rows of A (left) or columns of B (right) go
+    through BF16 and overwrite their rows or columns of the product; OE_INNER takes k channels of K
+    out of both operands and adds their BF16 product. BF16 quantizes nothing.
     """
 
     PLAIN = "plain"
@@ -92,9 +92,9 @@ class MatmulStrategies:
       y: forward, x [tokens, in] x W^T [in, out].
       gx: gradient of x, g [tokens, out] x W [out, in].
       gw: gradient of W, g^T [out, tokens] x x [tokens, in].
-      k: rows, columns or channels that a strategy with extraction takes out; one number, or one each
-        for (y, gx, gw). Stored as three, with 0 where nothing is extracted. Clipped to the size of the
-        tensor at hand.
+      k: rows, columns or channels that a strategy with extraction takes out; one number, or one
+        each for (y, gx, gw). Stored as three, with 0 where nothing is extracted. Clipped to the
+        size of the tensor at hand.
     """
 
     y: Strategy
@@ -227,6 +227,10 @@ class StrategyTable(Mapping[str, MatmulStrategies]):
         """Number of named layers."""
         return len(self._layers)
 
+    def __bool__(self) -> bool:
+        """True, also for a table of a default alone: it is not the absence of a table."""
+        return True
+
     def __hash__(self) -> int:
         """Hash by value."""
         return self._hash
@@ -245,8 +249,8 @@ class StrategyTable(Mapping[str, MatmulStrategies]):
         """Strategies of exactly these layers.
 
         Raises:
-          ValueError: if the table names a layer that is not among them (a typo would otherwise leave
-            that layer as it was), or lacks one of them.
+          ValueError: if the table names a layer that is not among them (a typo would otherwise
+            leave that layer as it was), or lacks one of them.
         """
         known = list(paths)
         for path in self._layers:

@@ -1,4 +1,5 @@
-"""The reference suite that every backend runs: exact bits for quantization, tolerances for products."""
+"""The reference suite that every backend runs: exact bits for quantization, tolerances for
+products."""
 
 import jax
 import jax.numpy as jnp

@@ -45,7 +45,7 @@ class Backend(Protocol):
         signs: Array | None = None,
         key: Array | None = None,
     ) -> MXFP4Array:
-        """Transforms (where asked) and quantizes along a negative axis; bit for bit the reference."""
+        """Transforms (where asked) and quantizes along a negative axis: the reference's bits."""
         ...
 
     def carrier(

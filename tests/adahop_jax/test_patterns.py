@@ -19,7 +19,10 @@ from adahop_jax.patterns import (
 )
 
 ORDER = (Pattern.ROW, Pattern.COL, Pattern.NONE)
-ROW, COL, NONE = np.eye(3, dtype=np.float32)
+
+# Compiled whole: op by op, every new shape would compile some thirty programs.
+profile_of = jax.jit(profile_tensor)
+votes_of = jax.jit(pattern_votes, static_argnames="method")
 
 
 def noise(*shape, seed=0):
@@ -76,18 +79,15 @@ class TestLabelledMatrices:
         np.testing.assert_array_equal(found, self.EXPECTED[method])
         record_property("golden", "patterns/patterns")
 
-    def test_ours_wins(self):
-        assert np.trace(self.EXPECTED["robust"]) > np.trace(self.EXPECTED["published"])
-
     def test_margins_of_ours_are_wide(self, labelled):
         # The threshold is at 1; what is near it would flip on other seeds.
-        specs, matrices = labelled
-        for spec, x in list(zip(specs, matrices, strict=True))[::3]:
-            profile = jax.jit(profile_tensor)(x)
-            excess = {"row": float(profile.excess_row), "col": float(profile.excess_col)}
-            if spec["label"] != "none":
-                assert excess.pop(spec["label"]) > 1.2, spec
-            assert max(excess.values()) < 0.6, spec
+        some = [(s["label"], x) for s, x in zip(*labelled, strict=True) if x.shape == (64, 128)]
+        assert len(some) >= 20
+        profile = profile_of(np.stack([x for _, x in some]))
+        for (label, _), row, col in zip(some, profile.excess_row, profile.excess_col, strict=True):
+            excess = {"row": float(row), "col": float(col)}
+            assert excess.pop(label, 2) > 1.2
+            assert max(excess.values()) < 0.6
 
 
 @pytest.mark.parametrize("pattern", Pattern)
@@ -103,17 +103,17 @@ def test_opposite():
 
 class TestPublished:
     @given(
-        rows=st.sampled_from([2, 3, 17, 64]),
-        cols=st.sampled_from([2, 5, 40, 96]),
-        offset=st.sampled_from([0.0, 1.0, -300.0]),
+        shape=st.sampled_from([(2, 96), (64, 2), (17, 40), (96, 64)]),
+        offset=st.sampled_from([0.0, 1.0, -3000.0]),
         spread=st.sampled_from([0.0, 1.0]),
         seed=st.integers(0, 10**6),
     )
-    def test_statistics_are_the_formula(self, rows, cols, offset, spread, seed):
-        x = noise(rows, cols, seed=seed) * np.exp(spread * noise(rows, 1, seed=seed + 1)) + offset
-        profile = profile_tensor(x.astype(np.float32))
+    def test_statistics_are_the_formula(self, shape, offset, spread, seed):
+        x = noise(*shape, seed=seed) * np.exp(spread * noise(shape[0], 1, seed=seed + 1))
+        x = (x + offset).astype(np.float32)
+        profile = profile_of(x)
         np.testing.assert_allclose(
-            [profile.cv_row, profile.cv_col], published_float64(x.astype(np.float32)), rtol=2e-3
+            [profile.cv_row, profile.cv_col], published_float64(x), rtol=1e-4
         )
 
     @pytest.mark.parametrize(("ratio", "pattern"), [(1.9, Pattern.NONE), (2.1, Pattern.ROW)])
@@ -126,14 +126,14 @@ class TestPublished:
 
     @pytest.mark.parametrize(
         "x",
-        [np.full((48, 80), 0.1), 0.1 * np.ones((1, 80)) * np.arange(48)[:, None]],
+        [np.full((48, 999), 0.1), 0.1 * np.ones(999) * np.arange(48)[:, None]],
         ids=["all equal", "equal within rows"],
     )
     def test_rounding_is_no_pattern(self, x):
         # In exact arithmetic both ratios are 0/0 here.
-        profile = profile_tensor(x.astype(np.float32))
+        profile = profile_of(x.astype(np.float32))
         assert (profile.cv_row, profile.cv_col) == (0, 0)
-        assert classify(x.astype(np.float32)) is Pattern.NONE
+        assert classify(profile) is Pattern.NONE
 
     def test_one_row_apart_from_constant_rows(self):
         x = np.zeros((32, 48), np.float32)
@@ -169,11 +169,11 @@ class TestRobust:
         assert classify(x, "robust") is Pattern.ROW
 
     def test_lognormal_rows(self):
-        x = noise(96, 64) * np.exp(1.5 * noise(96, 1, seed=1))
+        x = noise(64, 64) * np.exp(1.5 * noise(64, 1, seed=1))
         assert classify(x, "robust") is Pattern.ROW
 
     def test_shifted_row(self):
-        x = noise(96, 64)
+        x = noise(64, 64)
         x[7] -= 10
         assert classify(x, "robust") is Pattern.ROW
 
@@ -186,21 +186,13 @@ class TestRobust:
         assert classify(x, "robust") is expected
         assert classify(x, "published") is Pattern.NONE
 
-    @pytest.mark.parametrize("shape", [(8, 8), (64, 8), (8, 64), (16, 512), (1024, 16)])
+    @pytest.mark.parametrize("shape", [(8, 8), (16, 512), (1024, 16), (1000, 6)])
     def test_noise_is_no_pattern(self, shape):
-        votes = np.asarray(pattern_votes(noise(50, *shape), "robust"))
-        assert votes[:, 2].all()
-
-    @pytest.mark.parametrize("shape", [(1000, 2), (2, 1000)])
-    def test_two_entries_of_like_size_are_no_certainty(self, shape):
-        # The error of a row of two entries is by chance next to nothing in some of 1000 rows.
-        votes = np.asarray(
-            pattern_votes(np.sign(noise(20, *shape)) + noise(20, *shape, seed=1), "robust")
-        )
-        assert votes[:, 2].all()
+        # Of a thousand rows of six entries some show next to no spread by chance.
+        assert np.asarray(votes_of(noise(50, *shape), "robust"))[:, 2].all()
 
     def test_masked_rows_do_not_count(self):
-        x = noise(128, 96)
+        x = noise(128, 128)
         x[:40] = 0
         assert classify(x, "robust") is Pattern.NONE
 
@@ -222,14 +214,14 @@ class TestInvariance:
         x = planted(pattern, (24, 40), seed=seed)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-            profile_tensor(x),
-            profile_tensor(np.ldexp(x, power)),
+            profile_of(x),
+            profile_of(np.ldexp(x, power)),
         )
 
     @given(pattern=st.sampled_from(Pattern), seed=st.integers(0, 10**6))
     def test_transpose_swaps(self, pattern, seed):
         x = planted(pattern, (24, 40), seed=seed)
-        a, b = profile_tensor(x), profile_tensor(x.T)
+        a, b = profile_of(x), profile_of(x.T)
         np.testing.assert_allclose(
             [a.cv_row, a.cv_col, a.excess_row, a.excess_col],
             [b.cv_col, b.cv_row, b.excess_col, b.excess_row],
@@ -243,8 +235,8 @@ class TestInvariance:
         rng = np.random.default_rng(seed)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-            profile_tensor(x),
-            profile_tensor(x[rng.permutation(24)][:, rng.permutation(40)]),
+            profile_of(x),
+            profile_of(x[rng.permutation(24)][:, rng.permutation(40)]),
         )
 
 
@@ -255,10 +247,10 @@ class TestEdges:
     def test_not_finite_stays_visible(self, method, bad, shape):
         x = noise(2, *shape)
         x[1, 0, 7] = bad
-        votes = np.asarray(pattern_votes(x, method))
-        np.testing.assert_array_equal(votes[0], NONE)
+        votes = np.asarray(votes_of(x, method))
+        np.testing.assert_array_equal(votes[0], [0, 0, 1])
         assert np.isnan(votes[1]).all()
-        assert all(np.isnan(v[1]) for v in jax.tree.leaves(profile_tensor(x)))
+        assert all(np.isnan(v[1]) for v in jax.tree.leaves(profile_of(x)))
         with pytest.raises(ValueError, match=r"x has NaN or Inf"):
             classify(x[1], method)
         with pytest.raises(ValueError, match=r"x\[1\] has NaN or Inf"):
@@ -279,15 +271,15 @@ class TestEdges:
     def test_one_row_or_column(self, method, shape):
         x = noise(*shape) * (1 + 1e4 * (np.arange(shape[1]) == 3)).astype(np.float32)
         assert classify(x, method) is Pattern.NONE
-        assert all(v == 0 for v in jax.tree.leaves(profile_tensor(x)))
+        assert all(v == 0 for v in jax.tree.leaves(profile_of(x)))
 
     @pytest.mark.parametrize("pattern", Pattern)
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
     def test_narrow_floats(self, method, pattern, dtype):
         narrow = jnp.asarray(planted(pattern), dtype)
         assert classify(narrow, method) is pattern
-        wide = profile_tensor(narrow.astype(jnp.float32))
-        for value, same in zip(*map(jax.tree.leaves, (profile_tensor(narrow), wide)), strict=True):
+        wide = profile_of(narrow.astype(jnp.float32))
+        for value, same in zip(*map(jax.tree.leaves, (profile_of(narrow), wide)), strict=True):
             assert value.dtype == jnp.float32
             np.testing.assert_array_equal(value, same)
 
@@ -305,7 +297,6 @@ class TestTransformations:
         np.testing.assert_array_equal(pattern_votes(profile_tensor(x), method), votes)
 
     def test_votes_add_up_in_a_training_step(self, method):
-        xs = np.stack([planted(Pattern.COL, (4, 16, 24), seed=s)[0] for s in range(2)])
         xs = np.stack([planted(p, seed=9) for p in (Pattern.COL, Pattern.COL, Pattern.NONE)])
 
         @jax.jit
@@ -318,14 +309,15 @@ class TestTransformations:
 
             return jax.lax.scan(loss, 0.0, xs)[0]
 
-        # Votes are no function of w: with zeros among the entries the root would have slope Inf.
-        np.testing.assert_allclose(step(jnp.float32(0)), xs.sum(), rtol=1e-4)
+        # Votes do not depend on w smoothly, and the root of zero would have slope Inf.
+        np.testing.assert_allclose(step(jnp.float32(0)), xs.sum(dtype=float), rtol=1e-4)
 
         @jax.jit
         def count(xs):
-            return jax.lax.scan(
-                lambda n, x: (n + pattern_votes(x, method), None), jnp.zeros(3), xs
-            )[0]
+            def add(total, x):
+                return total + pattern_votes(x, method), None
+
+            return jax.lax.scan(add, jnp.zeros(3), xs)[0]
 
         np.testing.assert_array_equal(count(xs), [0, 2, 1])
 
@@ -337,17 +329,16 @@ class TestTransformations:
             return profile_tensor(x)
 
         monkeypatch.setattr(patterns, "profile_tensor", counting)
-        jax.clear_caches()
 
         def tensors(seed):
-            sizes = [(64, 96), (33, 65), (64, 96), (64, 96)]
+            sizes = [(63, 95), (33, 65), (63, 95), (63, 95)]
             wanted = [Pattern.ROW, Pattern.COL, Pattern.NONE, Pattern.COL]
             return wanted, [planted(p, s, seed=seed) for p, s in zip(wanted, sizes, strict=True)]
 
         for seed in range(3):
             wanted, xs = tensors(seed)
             assert classify(xs, method) == wanted
-        assert sorted(shapes) == [(1, 33, 65), (3, 64, 96)]
+        assert sorted(shapes) == [(1, 33, 65), (3, 63, 95)]
 
 
 class TestClassify:
@@ -357,8 +348,8 @@ class TestClassify:
         assert classify(jnp.asarray(x)) is Pattern.ROW
         assert classify((x,)) == [Pattern.ROW]
         assert classify([]) == []
-        assert classify(profile_tensor(x)) is Pattern.ROW
-        assert classify(profile_tensor(np.stack([x, noise(64, 96)]))) == [Pattern.ROW, Pattern.NONE]
+        assert classify(profile_of(x)) is Pattern.ROW
+        assert classify(profile_of(np.stack([x, noise(64, 96)]))) == [Pattern.ROW, Pattern.NONE]
 
     @pytest.mark.parametrize("function", [classify, pattern_votes])
     def test_unknown_method(self, function):
