@@ -130,11 +130,19 @@ def _excess(roots: Float[Array, "... R C"], axis: int) -> Float[Array, "..."]:
     # Mean squares are the means of |x|; divided before they are summed, they cannot overflow.
     square = jnp.sum(jnp.square(roots * math.sqrt(1 / count)), axis=axis)
     variance = jnp.maximum(square - jnp.square(mean), 0.0) / (count - 1)
-    error = jnp.sqrt(jnp.maximum(variance, jnp.median(variance, axis=-1, keepdims=True)))
+    error = jnp.sqrt(jnp.maximum(variance, _median(variance)[..., None]))
     largest = jnp.max(mean - _ROBUST_ERRORS * error, axis=-1)
-    typical = jnp.median(mean, axis=-1)
+    typical = _median(mean)
     octaves = [jnp.log2(jnp.maximum(value, _TINY)) for value in (largest, typical)]
     return 2.0 * (octaves[0] - octaves[1])
+
+
+def _median(values: Float[Array, "... N"]) -> Float[Array, "..."]:
+    # An axis that a mesh shards explicitly cannot be sorted; these few values may be gathered.
+    sharding = jax.typeof(values).sharding
+    if sharding.spec[-1] is not None:
+        values = jax.reshard(values, sharding.update(spec=(*sharding.spec[:-1], None)))
+    return jnp.median(values, axis=-1)
 
 
 def pattern_votes(
@@ -209,10 +217,10 @@ def classify(x: Any, method: str = "published") -> Pattern | list[Pattern]:
 
 @functools.partial(jax.jit, static_argnames="method")
 def _votes_of_each(matrices: tuple[Array, ...], method: str) -> Float[Array, "N 3"]:
-    # Equal shapes are stacked: unrolled, hundreds of tensors would take long to compile.
+    # Matrices of one type are stacked: unrolled, hundreds of tensors would take long to compile.
     groups: dict[Any, list[int]] = {}
     for i, matrix in enumerate(matrices):
-        groups.setdefault((matrix.shape, matrix.dtype), []).append(i)
+        groups.setdefault(jax.typeof(matrix), []).append(i)
     votes = jnp.zeros((len(matrices), 3), jnp.float32)
     for members in groups.values():
         stack = jnp.stack([matrices[i] for i in members])

@@ -312,8 +312,7 @@ def _place(value: Any, leaf: Any, description: Mapping[str, Any]) -> Any:
         value = np.zeros(data.shape, data.dtype)
     if isinstance(leaf, np.ndarray):
         return value
-    # A copy: JAX may otherwise share NumPy's memory, and a step may donate it.
-    value = value if isinstance(value, jax.Array) else jnp.array(value, copy=True)
+    value = value if isinstance(value, jax.Array) else jnp.array(value)
     if _is_key(leaf):
         value = jax.random.wrap_key_data(value, impl=description["generator"])
     sharding = _sharding(leaf)

@@ -305,11 +305,12 @@ class TestTransformations:
             @jax.remat
             def loss(total, x):
                 y = x * w
-                return total + jnp.sum(y) + jnp.sum(pattern_votes(y, method)), None
+                statistics = jax.tree.leaves((profile_tensor(y), pattern_votes(y, method)))
+                return total + jnp.sum(y) + sum(map(jnp.sum, statistics)), None
 
             return jax.lax.scan(loss, 0.0, xs)[0]
 
-        # Votes do not depend on w smoothly, and the root of zero would have slope Inf.
+        # Statistics are constants; the root of zero would have slope Inf.
         np.testing.assert_allclose(step(jnp.float32(0)), xs.sum(dtype=float), rtol=1e-4)
 
         @jax.jit
@@ -350,6 +351,14 @@ class TestClassify:
         assert classify([]) == []
         assert classify(profile_of(x)) is Pattern.ROW
         assert classify(profile_of(np.stack([x, noise(64, 96)]))) == [Pattern.ROW, Pattern.NONE]
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_explicit_sharding(self, method):
+        mesh = jax.make_mesh((1, 1), ("data", "model"))  # of explicit axes, whatever their size
+        x = planted(Pattern.COL)
+        specs = [jax.P("data", "model"), jax.P("model"), jax.P(None, "data"), jax.P()]
+        sharded = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for spec in specs]
+        assert classify(sharded, method) == [Pattern.COL] * 4
 
     @pytest.mark.parametrize("function", [classify, pattern_votes])
     def test_unknown_method(self, function):

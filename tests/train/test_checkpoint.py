@@ -157,6 +157,21 @@ def test_interrupted_save_is_ignored_and_cleared(
     assert sorted(p.name for p in store.folder.iterdir()) == ["1", "2"]
 
 
+def test_interrupted_deletion_leaves_no_half_step(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        store.save(step, {"x": jnp.ones(2)}, {})
+
+    def stop(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", stop)
+    with pytest.raises(KeyboardInterrupt):
+        store.save(3, {"x": jnp.ones(2)}, {})
+    assert store.steps() == [2, 3]
+
+
 WRITER = """
     import sys
     import jax.numpy as jnp
