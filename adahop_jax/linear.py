@@ -20,7 +20,7 @@ from adahop_jax.blocking import check_float
 from adahop_jax.contraction import Operand, overwrite_rows, product
 from adahop_jax.mxfp4 import MXFP4Array
 from adahop_jax.products import bf16_product
-from adahop_jax.quantization import check_key
+from adahop_jax.quantization import check_key, undifferentiable
 from adahop_jax.recipe import Recipe
 from adahop_jax.strategy import MatmulStrategies, Strategy
 
@@ -72,14 +72,15 @@ def dot(
       w: weight in Flax's layout [in, out]; may be wider than x (float32 master weights).
       strategies: of the three matmuls, or one strategy for all.
       recipe: formats, block size, signs and backend; its policy plays no role here.
-      key: a JAX key, for a recipe that draws random numbers.
+      key: a JAX key, for a recipe that draws random numbers. Under `vmap` split it: members that
+        share a key share their noise.
 
     Returns:
       y in x's dtype. The gradient of x has x's dtype; that of w is accumulated in float32 and has
       w's.
 
     Raises:
-      TypeError: for operands that are not float arrays.
+      TypeError: for operands that are not float arrays, and for second derivatives.
       ValueError: for shapes that do not match, unknown strategies, or a missing key.
     """
     x, w = check_float(x, "x"), check_float(w, "w")
@@ -117,6 +118,7 @@ def _forward(config: _Config, x: Array, w: Array, key: Array | None) -> tuple[Ar
 
 def _backward(config: _Config, residuals: tuple, g: Array) -> tuple[Array, Array, None]:
     saved, w, key = residuals
+    w, g = _once(w), _once(g)
     keys = _streams(key)
     gx = product(
         config.strategies.gx,
@@ -133,7 +135,13 @@ def _backward(config: _Config, residuals: tuple, g: Array) -> tuple[Array, Array
 _dot.defvjp(_forward, _backward)
 
 
+def _once(operand: Array) -> Array:
+    """Keeps a gradient of the gradient from being zero in silence."""
+    return cast(Array, undifferentiable(operand, "the gradient of adahop_jax.dot", "pass"))
+
+
 def _save(config: _Config, x: Array, key: Array | None) -> _Saved:
+    x = _once(x)
     strategy = config.strategies.gw
     if strategy is Strategy.BF16:
         return _Saved(x.astype(jnp.bfloat16), None, None, None)

@@ -59,17 +59,17 @@ def _quantize(
     return choose_backend(backend)[0].quantize(x, axis, quantizer, key=key)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def undifferentiable(x: Array, name: str) -> Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def undifferentiable(x: Array, name: str, remedy: str = "use adahop_jax.dot, or pass") -> Array:
     """The identity, which raises a TypeError when it is differentiated."""
     return x
 
 
 @undifferentiable.defjvp
-def _undifferentiable_jvp(name: str, primals: tuple, tangents: tuple) -> tuple:
+def _undifferentiable_jvp(name: str, remedy: str, primals: tuple, tangents: tuple) -> tuple:
     raise TypeError(
-        f"{name} cannot be differentiated (rounding has no useful gradient); use adahop_jax.dot, "
-        "or pass jax.lax.stop_gradient of the operand."
+        f"{name} cannot be differentiated (rounding has no useful gradient); {remedy} "
+        "jax.lax.stop_gradient of the operand."
     )
 
 

@@ -104,12 +104,13 @@ class CheckpointStore:
 
         Args:
           step: training steps done; beyond every step in the folder.
-          arrays: pytree of JAX arrays, typed PRNG keys and NumPy arrays, of any shape.
+          arrays: pytree of JAX arrays, typed PRNG keys and NumPy arrays of numbers, of any shape.
           metadata: what JSON can hold (tuples come back as lists).
 
         Raises:
-          TypeError: if a leaf is no array, or metadata does not go into JSON.
-          ValueError: if the step is not beyond the latest, or the folder cannot be written.
+          TypeError: if a leaf is no array or not of numbers, or metadata does not go into JSON.
+          ValueError: if the step is not beyond the latest, or the folder cannot be written, say
+            because the disk is full; the earlier steps then stay as they were.
         """
         step = operator.index(step)
         latest = self.latest_step()
@@ -124,6 +125,11 @@ class CheckpointStore:
                 raise TypeError(
                     f"arrays has a {type(leaf).__name__} at '{path}', but must hold arrays only."
                 )
+            if not (_is_key(leaf) or _is_storable(leaf.dtype)):
+                raise TypeError(
+                    f"arrays has dtype {leaf.dtype} at '{path}', but must hold numbers, booleans "
+                    "or keys, in the machine's byte order."
+                )
         contents = {"arrays": {p: _describe(x) for p, x in leaves.items()}, "metadata": metadata}
         try:
             text = json.dumps(contents, indent=1)
@@ -131,10 +137,25 @@ class CheckpointStore:
             raise TypeError(f"metadata does not go into JSON ({error}).") from error
 
         self.prepare()
+        try:
+            self._write(step, leaves, text)
+        except (OSError, ValueError) as error:  # Orbax's storage raises ValueError on a full disk
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"checkpoint folder is '{self.folder}', where step {step} could not be written "
+                f"({reason}); make room, or give another folder."
+            ) from error
+
+        for old in self.steps()[: -self._keep]:
+            # Renamed first, so that a kill in between leaves no half a step under a step's name.
+            doomed = (self.folder / str(old)).rename(self.folder / f"{_STAGING}{old}")
+            shutil.rmtree(doomed)
+
+    def _write(self, step: int, leaves: Mapping[str, Any], text: str) -> None:
         staging = self.folder / f"{_STAGING}{step}"
         staging.mkdir()
         (staging / _METADATA).write_text(text, encoding="utf-8")
-        # Orbax takes neither typed keys nor arrays without elements, of which `contents` says all.
+        # Orbax takes neither typed keys nor arrays without elements, of which `text` says all.
         stored = {
             p: jax.random.key_data(x) if _is_key(x) else x for p, x in leaves.items() if x.size
         }
@@ -144,11 +165,6 @@ class CheckpointStore:
         checksums = {name: _checksum(staging / name) for name in _files(staging)}
         (staging / _CHECKSUMS).write_text(json.dumps(checksums, indent=1), encoding="utf-8")
         staging.rename(self.folder / str(step))
-
-        for old in self.steps()[: -self._keep]:
-            # Renamed first, so that a kill in between leaves no half a step under a step's name.
-            doomed = (self.folder / str(old)).rename(self.folder / f"{_STAGING}{old}")
-            shutil.rmtree(doomed)
 
     def read_metadata(self, step: int | None = None) -> dict[str, Any]:
         """The metadata of a step, without reading its arrays.
@@ -275,6 +291,10 @@ def _by_path(tree: PyTree) -> dict[str, Any]:
 
 def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _is_storable(dtype: Any) -> bool:
+    return dtype.isnative and (jnp.issubdtype(dtype, np.number) or dtype == np.bool_)
 
 
 def _fits_jax(dtype: Any) -> bool:

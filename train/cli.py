@@ -53,7 +53,7 @@ class Profile:
     data: str | None = None
     model: str = "small"
     steps: int = 30
-    batch_size: int = 8
+    batch_size: int = 4
     seq_len: int = 256
     seed: int = 0
     json: pathlib.Path | None = None

@@ -6,6 +6,7 @@ mlp/{gate, up, down}}', 'norm' and, unless the head is tied to the embedding, 'h
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,12 +63,12 @@ class LlamaConfig:
         """
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim"):
             value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"{name} is {value}, but must be at least 1.")
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}, but must be an int of at least 1.")
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
-            if not value > 0:
-                raise ValueError(f"{name} is {value}, but must be positive.")
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}, but must be positive and finite.")
         for name in ("dtype", "param_dtype"):
             # Names, not types, are stored: they compare, hash and go through JSON.
             object.__setattr__(self, name, _dtype_name(name, getattr(self, name)))

@@ -1,6 +1,7 @@
 """The optimizer of pre-training: clipped AdamW under warm-up and cosine decay."""
 
 import dataclasses
+import math
 
 import jax
 import optax
@@ -40,17 +41,20 @@ class OptimizerConfig:
           ValueError: for a value outside its range.
         """
         checks = {
-            "learning_rate": (self.learning_rate > 0, "must be positive"),
-            "steps": (self.steps >= 1, "must be at least 1"),
+            "learning_rate": (0 < self.learning_rate < math.inf, "must be positive and finite"),
+            "steps": (
+                isinstance(self.steps, int) and self.steps >= 1,
+                "must be an int of at least 1",
+            ),
             "warmup_steps": (
-                0 <= self.warmup_steps < self.steps,
-                f"must be at least 0 and below steps ({self.steps})",
+                isinstance(self.warmup_steps, int) and 0 <= self.warmup_steps < self.steps,
+                f"must be an int of at least 0 and below steps ({self.steps})",
             ),
             "final_fraction": (0 <= self.final_fraction <= 1, "must be between 0 and 1"),
-            "weight_decay": (self.weight_decay >= 0, "must not be negative"),
+            "weight_decay": (0 <= self.weight_decay < math.inf, "must be finite and not negative"),
             "b1": (0 <= self.b1 < 1, "must be at least 0 and below 1"),
             "b2": (0 <= self.b2 < 1, "must be at least 0 and below 1"),
-            "eps": (self.eps > 0, "must be positive"),
+            "eps": (0 < self.eps < math.inf, "must be positive and finite"),
             "clip_norm": (self.clip_norm > 0, "must be positive; inf never clips"),
         }
         for name, (valid, demand) in checks.items():

@@ -51,7 +51,7 @@ class TrainOptions:
     data: str | None = None
     model: str = "small"
     steps: int = 200
-    batch_size: int = 8
+    batch_size: int = 4
     accumulate: int = 1
     seq_len: int = 256
     learning_rate: float = 2e-3

@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Float
@@ -26,6 +26,7 @@ class Quantizer:
     block_size: int | None = None
 
 
+@runtime_checkable
 class Backend(Protocol):
     """Whole-array operations of one implementation.
 

@@ -124,7 +124,7 @@ def assert_bits(got, want) -> None:
         np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(b, np.float64))
 
 
-# --- the three products ------------------------------------------------------------------------
+# --- the three products ---
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
@@ -136,7 +136,7 @@ def test_products_equal_the_model(strategies: MatmulStrategies, dtype) -> None:
     y, gx, gw = gradients(x, w, g, strategies)
     assert (y.dtype, gx.dtype, gw.dtype) == (dtype, dtype, jnp.float32)
     want_y, want_gx, want_gw = model_dot(x, w, g, strategies)
-    rounding = 3e-3 if dtype == jnp.bfloat16 else 2e-6
+    rounding = 2**-8 if dtype == jnp.bfloat16 else 2e-6  # half a bfloat16 ulp, at most
     assert relative(y, want_y) < rounding
     assert relative(gx, want_gx) < rounding
     assert relative(gw, want_gw) < 2e-6  # no bfloat16 anywhere after the accumulation
@@ -160,16 +160,13 @@ def test_sides_of_gw_in_the_kernel_layout(strategy: str, side: str) -> None:
     x[:, [3, 20]] *= 8
     g[:, [5, 40]] *= 8
     exact = x.astype(np.float64).T @ g
-    _, _, gw = gradients(
-        jnp.asarray(x), w, jnp.asarray(g), MatmulStrategies("iht", "iht", strategy, k=2)
-    )
-    error = np.abs(np.asarray(gw) - exact) / np.std(exact, axis=0 if side == "columns" else 1).max()
-    taken = error[:, [5, 40]] if side == "columns" else error[[3, 20]]
-    left = np.delete(error, [5, 40], 1) if side == "columns" else np.delete(error, [3, 20], 0)
-    assert taken.max() < 0.02
-    typical = np.asarray(gw) - exact
-    assert np.abs(typical).max() > 0.5
-    assert left.max() > 0.02
+    strategies = MatmulStrategies("bf16", "bf16", strategy, k=2)
+    _, _, gw = gradients(jnp.asarray(x), w, jnp.asarray(g), strategies)
+    # The relative error of each output channel, or input channel: the two taken out are exact.
+    axis, taken = (0, [5, 40]) if side == "columns" else (1, [3, 20])
+    error = np.linalg.norm(gw - exact, axis=axis) / np.linalg.norm(exact, axis=axis)
+    assert error[taken].max() < 0.01
+    assert np.delete(error, taken).min() > 0.04
 
 
 @pytest.mark.parametrize(
@@ -216,23 +213,23 @@ def test_strategy_by_name_takes_k_from_the_recipe() -> None:
     assert_bits(got, want)
 
 
-# --- shapes ------------------------------------------------------------------------------------
+# --- shapes ---
 
 MIXED = MatmulStrategies("iht_oe_left", "iht_oe_inner", "iht_oe_right")
 
 
 @pytest.mark.parametrize(
-    ("leading", "K", "N"),
+    ("leading", "K", "N", "strategies"),
     [
-        ((33,), 40, 1),
-        ((50,), 96, 4),
-        ((1,), 40, 10),
-        ((), 64, 16),
-        ((2, 16), 64, 10),
-        ((2, 3, 4), 40, 4),
+        ((33,), 40, 1, IHT),
+        ((33,), 40, 1, MIXED),
+        ((50,), 96, 4, MIXED),
+        ((1,), 40, 10, MIXED),
+        ((), 64, 16, IHT),
+        ((2, 16), 64, 10, MIXED),
+        ((2, 3, 4), 40, 4, IHT),
     ],
 )
-@pytest.mark.parametrize("strategies", [IHT, MIXED], ids=["iht", "mixed"])
 def test_ragged_shapes(leading, K: int, N: int, strategies: MatmulStrategies) -> None:
     """k = 64 exceeds every size here, so it is clipped."""
     x, w, g = normal(*leading, K), normal(K, N, seed=1), normal(*leading, N, seed=2)
@@ -244,8 +241,8 @@ def test_ragged_shapes(leading, K: int, N: int, strategies: MatmulStrategies) ->
     assert relative(gw, want[2]) < 2e-6
 
 
-@pytest.mark.parametrize("strategies", LATIN[::2], ids=lambda s: f"{s.y}-{s.gx}-{s.gw}")
-def test_equal_to_the_zero_padded_result(strategies: MatmulStrategies) -> None:
+def test_equal_to_the_zero_padded_result() -> None:
+    strategies = LATIN[1]
     x, w, g = normal(33, 40), normal(40, 10, seed=1), normal(33, 10, seed=2)
     got = gradients(x, w, g, strategies)
     padded = (
@@ -258,7 +255,7 @@ def test_equal_to_the_zero_padded_result(strategies: MatmulStrategies) -> None:
         np.testing.assert_allclose(part, cut, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("strategies", LATIN, ids=lambda s: f"{s.y}-{s.gx}-{s.gw}")
+@pytest.mark.parametrize("strategies", LATIN[::2], ids=lambda s: f"{s.y}-{s.gx}-{s.gw}")
 def test_no_tokens(strategies: MatmulStrategies) -> None:
     x, w, g = jnp.zeros((0, 64)), normal(64, 12), jnp.zeros((0, 12))
     y, gx, gw = gradients(x, w, g, strategies)
@@ -266,7 +263,7 @@ def test_no_tokens(strategies: MatmulStrategies) -> None:
     np.testing.assert_array_equal(gw, np.zeros((64, 12)))
 
 
-# --- bad input, and numbers that are not finite --------------------------------------------------
+# --- bad input, and numbers that are not finite ---
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -306,20 +303,36 @@ def test_bad_arguments() -> None:
             adahop.dot(x, w, "iht", recipe=recipe)
 
 
-# --- transformations -----------------------------------------------------------------------------
+# --- transformations ---
 
 
-@pytest.mark.parametrize("strategies", LATIN[1:3], ids=lambda s: f"{s.y}-{s.gx}-{s.gw}")
-def test_jit_equals_eager(strategies: MatmulStrategies) -> None:
+def test_jit_equals_eager() -> None:
     x, w, g = normal(40, 48), normal(48, 36, seed=1), normal(40, 36, seed=2)
-    with jax.disable_jit(False):
-        y, pull = jax.vjp(lambda x, w: adahop.dot(x, w, strategies), x, w)
+    strategies = MatmulStrategies("plain", "bf16", "bf16")
+    y, pull = jax.vjp(lambda x, w: adahop.dot(x, w, strategies), x, w)
     for a, b in zip((y, *pull(g)), gradients(x, w, g, strategies), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("strategies", LATIN[1::2], ids=lambda s: f"{s.y}-{s.gx}-{s.gw}")
-@pytest.mark.parametrize("shared_w", [False, True])
+def test_bf16_input_is_rounded_before_it_is_quantized() -> None:
+    """XLA may drop the rounding to bfloat16 of what feeds the layer: then bits depend on fusion."""
+    x, w = normal(64, 64, dtype=jnp.bfloat16), normal(64, 64, seed=1)
+
+    @jax.jit
+    def activation(x):
+        return x + x * x
+
+    @jax.jit
+    def fused(x, w):
+        return adahop.dot(activation(x), w, "iht")
+
+    apart = jax.jit(lambda h, w: adahop.dot(h, w, "iht"))(activation(x), w)
+    np.testing.assert_array_equal(fused(x, w).astype(jnp.float32), apart.astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("strategies", "shared_w"), [(LATIN[1], False), (LATIN[3], True)], ids=["batched_w", "shared_w"]
+)
 def test_vmap_equals_a_loop(strategies: MatmulStrategies, shared_w: bool) -> None:
     xs, g = normal(3, 20, 40), normal(3, 20, 12, seed=2)
     ws = normal(40, 12, seed=1) if shared_w else normal(3, 40, 12, seed=1)
@@ -337,24 +350,23 @@ def test_vmap_equals_a_loop(strategies: MatmulStrategies, shared_w: bool) -> Non
 def test_scan_over_layers_with_master_weights() -> None:
     """bf16 activations, f32 kernels: inside a scan the cotangents' dtypes have to be right."""
     x, ws = normal(20, 32, dtype=jnp.bfloat16), normal(3, 32, 32, seed=1) / 6
+    strategies = MatmulStrategies("iht", "plain", "iht_oe_right", k=3)
+    c = normal(20, 32, seed=2)
 
     def scanned(ws, x):
-        def body(h, w):
-            return jnp.tanh(adahop.dot(h, w, LATIN[2])), None
-
-        return jnp.sum(jax.lax.scan(body, x, ws)[0].astype(jnp.float32))
+        h, _ = jax.lax.scan(lambda h, w: (adahop.dot(h, w, strategies), None), x, ws)
+        return jnp.sum(h.astype(jnp.float32) * c)
 
     def looped(ws, x):
         for w in ws:
-            x = jnp.tanh(adahop.dot(x, w, LATIN[2]))
-        return jnp.sum(x.astype(jnp.float32))
+            x = adahop.dot(x, w, strategies)
+        return jnp.sum(x.astype(jnp.float32) * c)
 
     got = jax.jit(jax.grad(scanned, argnums=(0, 1)))(ws, x)
     want = jax.jit(jax.grad(looped, argnums=(0, 1)))(ws, x)
     assert (got[0].dtype, got[1].dtype) == (jnp.float32, jnp.bfloat16)
-    # XLA may keep a bfloat16 tanh in float32 in one program and not in the other.
-    assert relative(got[0], want[0]) < 0.05
-    assert relative(got[1], want[1]) < 0.05
+    assert relative(got[0], want[0]) < 1e-5
+    assert relative(got[1], want[1]) < 1e-5
 
 
 @pytest.mark.parametrize("strategies", LATIN, ids=lambda s: f"{s.y}-{s.gx}-{s.gw}")
@@ -364,7 +376,7 @@ def test_cotangents_have_the_dtypes_of_the_primals(strategies: MatmulStrategies)
         x, w = jnp.zeros((20, 32), dtype), jnp.zeros((2, 32, 32), jnp.float32)
 
         def loss(x, w):
-            h, _ = jax.lax.scan(lambda h, w: (adahop.dot(h, w, strategies), None), x, w)  # noqa: B023
+            h, _ = jax.lax.scan(lambda h, w: (adahop.dot(h, w, strategies), None), x, w)
             return h.sum()
 
         gx, gw = jax.eval_shape(jax.grad(loss, argnums=(0, 1)), x, w)
@@ -372,23 +384,28 @@ def test_cotangents_have_the_dtypes_of_the_primals(strategies: MatmulStrategies)
         assert jax.eval_shape(lambda x, w: adahop.dot(x, w[0], strategies), x, w).dtype == dtype
 
 
-@pytest.mark.parametrize("strategies", LATIN[:4], ids=lambda s: f"{s.y}-{s.gx}-{s.gw}")
-def test_remat_gives_equal_bits(strategies: MatmulStrategies) -> None:
+@pytest.mark.parametrize(
+    ("strategies", "recipe"),
+    [
+        (MatmulStrategies("plain", "plain", "iht_oe_right", k=3), Recipe()),
+        (MatmulStrategies("bf16", "plain", "iht"), Recipe(gradient=STOCHASTIC, signs="random")),
+    ],
+    ids=["nearest", "stochastic"],
+)
+def test_remat_gives_equal_bits(strategies: MatmulStrategies, recipe: Recipe) -> None:
     x, w, key = normal(40, 32), normal(32, 32, seed=1), jax.random.key(3)
-    recipe = Recipe(
-        activation=STOCHASTIC, weight=STOCHASTIC, gradient=STOCHASTIC, signs="random"
-    )
 
     def loss(x, w, key):
-        h = adahop.dot(x, w, strategies, recipe=recipe, key=key)
+        h = adahop.dot(jnp.sin(x), w, strategies, recipe=recipe, key=key)
         return jnp.sum(jnp.tanh(h) ** 2)
 
     def grad(f):
         return jax.jit(jax.grad(f, argnums=(0, 1)))(x, w, key)
 
-    assert_bits(grad(jax.checkpoint(loss)), grad(loss))
+    want = grad(loss)
+    assert_bits(grad(jax.checkpoint(loss)), want)
     policy = jax.checkpoint_policies.save_only_these_names(adahop.RESIDUAL_NAME)
-    assert_bits(grad(jax.checkpoint(loss, policy=policy)), grad(loss))
+    assert_bits(grad(jax.checkpoint(loss, policy=policy)), want)
 
 
 def test_grad_inside_scan_inside_vmap() -> None:
@@ -408,22 +425,38 @@ def test_grad_inside_scan_inside_vmap() -> None:
 
 def test_donated_buffers() -> None:
     x, w, g = normal(40, 32), normal(32, 32, seed=1), normal(40, 32, seed=2)
-    want = gradients(x, w, g, MIXED)
-    donating = jax.jit(lambda x, w, g: gradients(x, w, g, MIXED), donate_argnums=(0, 1, 2))
-    got = donating(x + 0, w + 0, g + 0)
-    assert_bits(got, want)
-    donated = w + 0
-    donating(x + 0, donated, g + 0)
-    assert donated.is_deleted()
+    strategies = MatmulStrategies("bf16", "plain", "iht_oe_right", k=3)
+    want = gradients(x, w, g, strategies)
+    donating = jax.jit(lambda x, w, g: gradients(x, w, g, strategies), donate_argnums=(0, 1, 2))
+    buffers = [m + 0 for m in (x, w, g)]
+    assert_bits(donating(*buffers), want)
+    assert buffers[1].is_deleted()
 
 
 @pytest.mark.parametrize("strategies", [IHT, LATIN[3]], ids=["iht", "one_bf16"])
 def test_forward_mode_is_a_type_error(strategies: MatmulStrategies) -> None:
     x, w = normal(4, 8), normal(8, 3)
-    with pytest.raises(TypeError):
-        jax.jvp(lambda x: adahop.dot(x, w, strategies), (x,), (x,))
-    with pytest.raises(TypeError):
-        jax.hessian(lambda x: adahop.dot(x, w, strategies).sum())(x)
+
+    def loss(x):
+        return adahop.dot(x, w, strategies).sum()
+
+    for derivative in (lambda x: jax.jvp(loss, (x,), (x,)), jax.hessian(loss)):
+        with pytest.raises(TypeError, match=r"forward-mode|differentiated"):
+            jax.jit(derivative).lower(x)
+
+
+@pytest.mark.parametrize("argument", [0, 1], ids=["x", "w"])
+@pytest.mark.parametrize("strategy", ["iht", "iht_oe_left", "iht_oe_right"])
+def test_gradient_of_a_gradient_is_a_type_error(strategy: str, argument: int) -> None:
+    """Through the integer codes it would be zero, or only the BF16 part, in silence."""
+    x, w = normal(4, 8), normal(8, 3)
+
+    def penalty(*operands):
+        gx, gw = jax.grad(lambda x, w: adahop.dot(x, w, strategy).sum(), argnums=(0, 1))(*operands)
+        return jnp.sum(gx**2) + jnp.sum(gw**2)
+
+    with pytest.raises(TypeError, match="differentiated"):
+        jax.jit(jax.grad(penalty, argnums=argument)).lower(x, w)
 
 
 def test_one_trace_per_configuration() -> None:
@@ -440,7 +473,7 @@ def test_one_trace_per_configuration() -> None:
     assert [s.gw for s in traces] == ["iht", "bf16"]
 
 
-# --- what is saved, and what is computed -----------------------------------------------------------
+# --- what is saved, and what is computed ---
 
 
 def saved_by_name(gw: str, dtype, T: int = 96, K: int = 64, k: int = 4) -> list:
@@ -530,19 +563,19 @@ def test_number_of_quantized_products(strategies: MatmulStrategies, count: int) 
     assert quantized_products(jax.make_jaxpr(both)(x, w).jaxpr) == count
 
 
-# --- random numbers ------------------------------------------------------------------------------
+# --- random numbers ---
 
 
 def test_same_key_same_bits() -> None:
     x, w, g = normal(40, 48), normal(48, 36, seed=1), normal(40, 36, seed=2)
-    for recipe in (NOISY, Recipe(signs="random")):
+    for strategy, recipe in (("plain", NOISY), ("iht", Recipe(signs="random"))):
         one, again, other = (
-            gradients(x, w, g, IHT, recipe, jax.random.key(i)) for i in (1, 1, 2)
+            gradients(x, w, g, strategy, recipe, jax.random.key(i)) for i in (1, 1, 2)
         )
         assert_bits(one, again)
         assert all(np.any(np.asarray(a != b)) for a, b in zip(one, other, strict=True))
-    raw = gradients(x, w, g, IHT, NOISY, jax.random.PRNGKey(1))
-    assert_bits(raw, gradients(x, w, g, IHT, NOISY, jax.random.key(1)))
+    raw = gradients(x, w, g, "plain", NOISY, jax.random.PRNGKey(1))
+    assert_bits(raw, gradients(x, w, g, "plain", NOISY, jax.random.key(1)))
 
 
 def test_every_use_of_an_operand_draws_its_own_noise() -> None:
@@ -558,16 +591,14 @@ def test_every_use_of_an_operand_draws_its_own_noise() -> None:
     y_w, gx_w, _ = rounded(eye, m, eye)
     _, gx_g, gw_g = rounded(eye, eye, m)
     # Every block's largest magnitude is in (3, 6], so that one scale, 1, serves all.
-    errors = np.stack(
-        [np.ravel(q - m) for q in (y_x, gw_x.T, y_w, gx_w.T, gx_g, gw_g)]
-    )
+    errors = np.stack([np.ravel(q - m) for q in (y_x, gw_x.T, y_w, gx_w.T, gx_g, gw_g)])
     assert np.all(errors.std(axis=1) > 0.2)
     assert np.abs(errors).max() < 2
     correlations = np.corrcoef(errors) - np.eye(6)
     assert np.abs(correlations).max() < 6 / n  # six standard deviations of n * n samples
 
 
-@pytest.mark.parametrize("strategy", ["plain", "iht", "iht_oe_right"])
+@pytest.mark.parametrize("strategy", ["plain", "iht_oe_right"])
 def test_stochastic_rounding_is_unbiased(strategy: str) -> None:
     """The mean over keys converges as 1/sqrt(keys); rounding to nearest stays where it is."""
     x, w, g = normal(32, 32), normal(32, 32, seed=1), normal(32, 32, seed=2)
@@ -576,14 +607,12 @@ def test_stochastic_rounding_is_unbiased(strategy: str) -> None:
     keys = jax.random.split(jax.random.key(0), draws)
     outs = jax.vmap(lambda key: gradients(x, w, g, strategies, NOISY, key))(keys)
     rceil = OperandFormat("rceil")
-    nearest = gradients(
-        x, w, g, strategies, Recipe(activation=rceil, weight=rceil, gradient=rceil)
-    )
+    nearest = gradients(x, w, g, strategies, Recipe(activation=rceil, weight=rceil, gradient=rceil))
     x64, w64, g64 = (np.asarray(m, np.float64) for m in (x, w, g))
     exact = (x64 @ w64, g64 @ w64.T, x64.T @ g64)
     for out, still, want in zip(outs, nearest, exact, strict=True):
         limit = 1.5 * relative(out[0], want) / math.sqrt(draws) + 1e-3
-        assert relative(np.mean(out, axis=0, dtype=np.float64), want) < limit < 0.02
+        assert relative(np.mean(np.asarray(out, np.float64), axis=0), want) < limit < 0.02
         assert relative(still, want) > 0.05
 
 
@@ -598,7 +627,7 @@ def test_stochastic_gradient_alone_is_unbiased_in_gx_and_gw() -> None:
     np.testing.assert_array_equal(outs[0], np.broadcast_to(np.eye(32), (1024, 32, 32)))
     for out in outs[1:]:
         assert relative(out[0], g) > 0.05
-        assert relative(np.mean(out, axis=0, dtype=np.float64), g) < 0.02
+        assert relative(np.mean(np.asarray(out, np.float64), axis=0), g) < 0.02
 
 
 def test_random_signs_cancel() -> None:
@@ -608,8 +637,8 @@ def test_random_signs_cancel() -> None:
     keys = jax.random.split(jax.random.key(0), 64)
     x64, w64, g64 = (np.asarray(m, np.float64) for m in (x, w, g))
     exact = (x64 @ w64, g64 @ w64.T, x64.T @ g64)
-    for strategies in (IHT, MatmulStrategies("iht_oe_left", "iht_oe_right", "iht_oe_left", k=2)):
-        outs = jax.vmap(lambda key: gradients(x, w, g, strategies, recipe, key))(keys)  # noqa: B023
-        for out, want in zip(outs, exact, strict=True):
-            assert 0.05 < relative(out[0], want) < 0.25
-            assert relative(np.mean(out, axis=0, dtype=np.float64), want) < 0.08
+    strategies = MatmulStrategies("iht", "iht_oe_left", "iht_oe_right", k=2)
+    outs = jax.vmap(lambda key: gradients(x, w, g, strategies, recipe, key))(keys)
+    for out, want in zip(outs, exact, strict=True):
+        assert 0.05 < relative(out[0], want) < 0.25
+        assert relative(np.mean(np.asarray(out, np.float64), axis=0), want) < 0.08

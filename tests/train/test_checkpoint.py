@@ -304,7 +304,7 @@ def test_missing_checkpoints_are_named(tmp_path: Path) -> None:
     ]
     for call in calls:
         with CheckpointStore(tmp_path / "none") as store:
-            with pytest.raises(ValueError, match="folder is '.*none', which is no folder"):
+            with pytest.raises(ValueError, match=r"folder is '.*none', which is no folder"):
                 call(store)
             assert not store.folder.exists()
         with (
@@ -323,11 +323,54 @@ def test_bad_arguments_are_refused_before_anything_is_written(store: CheckpointS
         CheckpointStore(store.folder, keep=0)
     with pytest.raises(TypeError, match="arrays has a int at 'a/0', but must hold arrays only"):
         store.save(1, {"a": [3]}, {})
-    with pytest.raises(TypeError, match="metadata does not go into JSON .*ndarray"):
+    with pytest.raises(TypeError, match=r"metadata does not go into JSON .*ndarray"):
         store.save(1, {}, {"x": np.zeros(2)})
     with pytest.raises(ValueError, match="two leaves of the same path"):
         store.save(1, {"a/b": jnp.zeros(1), "a": {"b": jnp.zeros(1)}}, {})
+    for leaf in (np.array([{}]), np.array(["a"]), np.zeros(2, [("a", "f4")]), np.array(1, ">i4")):
+        with pytest.raises(TypeError, match=r"arrays has dtype .* at 'x', but must hold numbers"):
+            store.save(1, {"x": leaf}, {})
     assert not store.folder.exists()
+
+
+FULL_DISK = """
+    import resource, signal, sys
+    import jax, jax.numpy as jnp
+    from train.checkpoint import CheckpointStore
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with CheckpointStore(sys.argv[1]) as store:
+        store.save(1, {"x": jnp.ones(2)}, {})
+        for size, metadata in (20_000, {}), (0, {}):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+            try:
+                store.save(2, {"x": jax.random.normal(jax.random.key(0), (100, 1000))}, metadata)
+            except ValueError as error:
+                print(error)
+            assert store.steps() == [1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        assert store.restore(None, {"x": jnp.zeros(2)})[0] == 1
+        store.save(2, {"x": jnp.ones(2)}, {})
+        assert store.steps() == [1, 2]
+"""
+
+
+def test_a_full_disk_is_named_and_costs_no_earlier_step(tmp_path: Path) -> None:
+    """A limit on file sizes stands for the full disk: in the arrays, then in the metadata."""
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FULL_DISK), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0
+    lines = result.stdout.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith(f"checkpoint folder is '{tmp_path}', where step 2 could not be ")
+        assert "File too large" in line
+        assert line.endswith("; make room, or give another folder.")
 
 
 def test_prepare_finds_an_unwritable_folder(tmp_path: Path) -> None:
