@@ -34,7 +34,8 @@ def test_blocks_along_an_axis(axis: int) -> None:
     assert blocks.shape[axis - 1] == 2
     for b in range(2):
         for i in range(3):
-            got = jnp.take(jnp.take(blocks, i, axis), b, axis if axis == -1 else axis)
+            # Without the axis of the elements the blocks lie along `axis`.
+            got = jnp.take(jnp.take(blocks, i, axis), b, axis)
             np.testing.assert_array_equal(got, jnp.take(x, 3 * b + i, axis))
     np.testing.assert_array_equal(from_blocks(blocks, axis), x)
 
