@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import operator
 from typing import cast
 
 import jax
@@ -12,7 +14,7 @@ from adahop_jax.backends import Backend, Quantizer, choose_backend
 from adahop_jax.blocking import check_float
 from adahop_jax.e2m1 import ScaleRule, check_scale_rule
 from adahop_jax.hadamard import check_block_size
-from adahop_jax.outliers import squared_norms, top_indices
+from adahop_jax.outliers import slice_norms, top_indices
 from adahop_jax.products import bf16_product
 from adahop_jax.quantization import check_key, undifferentiable
 from adahop_jax.strategy import DEFAULT_K, Strategy
@@ -43,7 +45,7 @@ class Operand:
     def outliers(self, k: int) -> tuple[Int[Array, " k"], Float[Array, "..."]]:
         """Indices of the k largest rows (of A; columns of B), and those slices of the matrix."""
         free = 1 - self.axis
-        indices = top_indices(squared_norms(self.values, free), min(k, self.values.shape[free]))
+        indices = top_indices(slice_norms(self.values, free), min(k, self.values.shape[free]))
         return indices, take(self.values, indices, free)
 
 
@@ -84,8 +86,9 @@ def _inner_extraction(
     Channel i contributes the outer product of A[:, i] and B[i, :], whose Frobenius norm is the
     product of theirs; the largest go.
     """
-    norms = (squared_norms(side.values, side.axis) for side in (a, b))
-    scores = functools.reduce(jnp.multiply, norms)
+    norms = [slice_norms(side.values, side.axis) for side in (a, b)]
+    # Over their maxima, so that the products neither overflow nor all underflow.
+    scores = functools.reduce(jnp.multiply, [n / jnp.maximum(jnp.max(n), 1e-37) for n in norms])
     indices = top_indices(scores, min(k, scores.shape[0]))
     picked, kept = [], []
     for side in (a, b):
@@ -166,7 +169,7 @@ def matmul(
         raise ValueError(
             f"strategy is {strategy!r}, but must be one of {', '.join(Strategy)}."
         ) from None
-    if not isinstance(k, int) or k < 0:
+    if not hasattr(k, "__index__") or k < 0:
         raise ValueError(f"k is {k!r}, but must be a non-negative integer.")
     check_block_size(block_size)
     check_scale_rule(scale_rule, rounding)
@@ -177,7 +180,7 @@ def matmul(
         )
     chosen, _ = choose_backend(backend)
     quantizer = Quantizer(scale_rule, rounding, block_size if strategy.transforms else None)
-    return _matmul(a, b, signs, key, strategy, k, quantizer, chosen.name)
+    return _matmul(a, b, signs, key, strategy, operator.index(k), quantizer, chosen.name)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
@@ -193,7 +196,7 @@ def _matmul(
 ) -> Array:
     a, b = (cast(Array, undifferentiable(x, "adahop_jax.matmul")) for x in (a, b))
     key_a, key_b = (None, None) if key is None else jax.random.split(key)
-    rows = a.reshape(-1 if a.size else 0, a.shape[-1])
+    rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
     out = product(
         strategy,
         Operand(rows, 1, quantizer, key_a),

@@ -18,7 +18,7 @@ from adahop_jax.blocking import block_axis, from_blocks, to_blocks
     data_fields=("codes", "scales"),
     meta_fields=("axis", "length", "dtype"),
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class MXFP4Array:
     """An MXFP4 tensor: 4.25 bits a value, in blocks of 32 along one axis.
 
@@ -77,7 +77,7 @@ class MXFP4Array:
                 f"{axis} there must be 16 bytes of codes for each scale."
             )
         length = 32 * blocks if length is None else length
-        if not 32 * (blocks - 1) < length <= 32 * blocks and (length, blocks) != (0, 0):
+        if not isinstance(length, int) or not max(0, 32 * blocks - 31) <= length <= 32 * blocks:
             raise ValueError(f"length is {length}, but {blocks} blocks hold {32 * blocks} values.")
         return cls(codes, scales, axis, length, jnp.dtype(dtype))
 
@@ -107,9 +107,7 @@ class MXFP4Array:
         Returns:
           The array of shape `shape`, NaN throughout a block whose scale byte is 255.
         """
-        values = self.padded_values()
-        values = jax.lax.slice_in_dim(values, 0, self.length, axis=self.axis % values.ndim)
-        return values.astype(self.dtype if dtype is None else dtype)
+        return _dequantize(self, jnp.dtype(self.dtype if dtype is None else dtype))
 
     def padded_values(self) -> Float[Array, "..."]:
         """Float32 values of whole blocks: the length along `axis` is a multiple of 32."""
@@ -121,3 +119,9 @@ class MXFP4Array:
         return (
             f"MXFP4Array(shape={self.shape}, axis={self.axis}, dtype={np.dtype(self.dtype).name})"
         )
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _dequantize(q: MXFP4Array, dtype: Any) -> Float[Array, "..."]:
+    values = jax.lax.slice_in_dim(q.padded_values(), 0, q.length, axis=q.axis % q.ndim)
+    return values.astype(dtype)

@@ -32,25 +32,28 @@ def top_outliers(x: Float[Array, "R C"], k: int, axis: int) -> Int[Array, " k"]:
         raise ValueError(f"axis is {axis!r}, but must be 0 (rows) or 1 (columns).")
     if not 0 <= k <= x.shape[axis]:
         raise ValueError(f"k is {k}, but must be in 0..{x.shape[axis]} for x of shape {x.shape}.")
-    return top_indices(squared_norms(x, axis), k)
+    return top_indices(slice_norms(x, axis), k)
 
 
-def squared_norms(x: Float[Array, "R C"], axis: int) -> Float[Array, " n"]:
-    """Squared L2 norms of the rows (axis=0) or columns (axis=1), over a common power of two.
+def slice_norms(x: Float[Array, "R C"], axis: int) -> Float[Array, " n"]:
+    """L2 norms of the rows (axis=0) or columns (axis=1), times 2^-20.
 
-    The scale, taken from the largest magnitude, keeps the squares of huge and tiny values finite
-    and nonzero; it changes no ranking.
+    Each slice is scaled by a power of two of its own while its squares are summed, so that neither
+    huge nor tiny values lose their rank; 2^-20 leaves room for the norm of the largest.
     """
     x = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x), initial=0.0)
-    # The exponent of 1/largest, kept where both it and x times it are normal numbers.
+    largest = jnp.max(jnp.abs(x), axis=1 - axis, keepdims=True, initial=0.0)
     _, exponent = jnp.frexp(jnp.where(jnp.isfinite(largest), largest, 1.0))
-    scaled = x * jnp.ldexp(jnp.float32(1.0), -jnp.clip(exponent, -100, 126))
-    return jnp.sum(scaled * scaled, axis=1 - axis)
+    exponent = jnp.clip(exponent, -106, 126)
+    scaled = x * jnp.ldexp(jnp.float32(1.0), -exponent)
+    norms = jnp.sqrt(jnp.sum(scaled * scaled, axis=1 - axis, keepdims=True))
+    return jnp.squeeze(norms * jnp.ldexp(jnp.float32(1.0), exponent - 20), 1 - axis)
 
 
 def top_indices(scores: Float[Array, " n"], k: int) -> Int[Array, " k"]:
-    """Indices of the k largest scores, largest first, ties by lowest index."""
+    """Indices of the k largest scores, NaN first, then largest first, ties by lowest index."""
     if not k:
         return jnp.zeros((0,), jnp.int32)
+    # A NaN with its sign bit set, such as inf - inf may give, would rank last.
+    scores = jnp.where(jnp.isnan(scores), jnp.nan, scores)
     return lax.top_k(scores, k)[1]

@@ -72,6 +72,10 @@ class Recipe:
         _check_choice("signs", self.signs, ("none", "random"))
         _check_choice("classifier", self.classifier, METHODS)
         _check_choice("calibration_precision", self.calibration_precision, ("bf16", "mxfp4"))
+        for name in ("activation", "weight", "gradient"):
+            value = getattr(self, name)
+            if not isinstance(value, OperandFormat):
+                raise TypeError(f"{name} is {value!r}, but must be an OperandFormat.")
         check_block_size(self.block_size)
         choose_backend(self.backend)
         for name, least in (("k", 0), ("calibration_steps", 1)):

@@ -16,6 +16,9 @@ import jax
 
 from adahop_jax.patterns import Pattern
 
+# What a profile adds to its table's JSON.
+_EXTRAS = ("patterns", "votes")
+
 DEFAULT_K = 64
 """Rows, columns or channels extracted by default."""
 
@@ -131,6 +134,7 @@ class MatmulStrategies:
           level: 1 or 2.
           k: extracted rows or columns.
         """
+        x, w, g = Pattern(x), Pattern(w), Pattern(g)
         return cls(
             y=strategy_for(x, w.opposite, level),
             gx=strategy_for(g, w, level),
@@ -163,6 +167,7 @@ class MatmulStrategies:
         names, ks = {}, []
         for matmul in ("y", "gx", "gw"):
             entry = data[matmul] if isinstance(data[matmul], dict) else {"strategy": data[matmul]}
+            _check_keys(entry, ("strategy", "k"), f"{where}.{matmul}")
             names[matmul] = _as_strategy(f"{where}.{matmul}", entry.get("strategy"))
             ks.append(entry.get("k", DEFAULT_K))
         return cls(**names, k=tuple(ks))
@@ -298,6 +303,9 @@ class StrategyTable(Mapping[str, MatmulStrategies]):
             raise ValueError(
                 f"the strategy table has version {data.get('version')!r}, but must be 1."
             )
+        _check_keys(
+            data, ("format", "version", "default", "layers", *_EXTRAS), "the strategy table"
+        )
         layers, default = data.get("layers", {}), data.get("default")
         if not isinstance(layers, dict):
             raise ValueError(f"layers is {layers!r}, but must be an object.")
@@ -313,6 +321,13 @@ def _as_strategy(name: str, value: Any) -> Strategy:
     except ValueError:
         known = ", ".join(Strategy)
         raise ValueError(f"{name} is {value!r}, but must be one of {known}.") from None
+
+
+def _check_keys(data: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    """A misspelt key would otherwise be a setting that is silently not made."""
+    for key in data:
+        if key not in known:
+            raise ValueError(f"{where} has the unknown key {key!r}{_close_names(key, known)}.")
 
 
 def _close_names(path: str, known: Any) -> str:

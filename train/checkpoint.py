@@ -135,10 +135,15 @@ class CheckpointStore:
             text = json.dumps(contents, indent=1)
         except (TypeError, ValueError) as error:
             raise TypeError(f"metadata does not go into JSON ({error}).") from error
+        # Orbax takes neither typed keys nor arrays without elements, of which `text` says all.
+        stored = {
+            p: jax.random.key_data(x) if _is_key(x) else x for p, x in leaves.items() if x.size
+        }
 
         self.prepare()
+        self._check_room(step, sum(x.nbytes for x in stored.values()))
         try:
-            self._write(step, leaves, text)
+            self._write(step, stored, text)
         except (OSError, ValueError) as error:  # Orbax's storage raises ValueError on a full disk
             reason = " ".join(str(error).split())
             raise ValueError(
@@ -151,14 +156,19 @@ class CheckpointStore:
             doomed = (self.folder / str(old)).rename(self.folder / f"{_STAGING}{old}")
             shutil.rmtree(doomed)
 
-    def _write(self, step: int, leaves: Mapping[str, Any], text: str) -> None:
+    def _check_room(self, step: int, needed: int) -> None:
+        # A failing write is caught too, but floods the terminal from TensorStore's threads.
+        disk = shutil.disk_usage(self.folder)
+        if disk.total and disk.free < needed:  # some mounted stores report no size at all
+            raise ValueError(
+                f"checkpoint folder is '{self.folder}', which has {disk.free / 1e6:.1f} MB free, "
+                f"but step {step} takes {needed / 1e6:.1f} MB; make room, or give another folder."
+            )
+
+    def _write(self, step: int, stored: dict[str, Any], text: str) -> None:
         staging = self.folder / f"{_STAGING}{step}"
         staging.mkdir()
         (staging / _METADATA).write_text(text, encoding="utf-8")
-        # Orbax takes neither typed keys nor arrays without elements, of which `text` says all.
-        stored = {
-            p: jax.random.key_data(x) if _is_key(x) else x for p, x in leaves.items() if x.size
-        }
         if stored:
             with _quiet():
                 self._checkpointer.save(staging / _ARRAYS, ocp.args.PyTreeSave(stored))

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -331,6 +332,23 @@ def test_bad_arguments_are_refused_before_anything_is_written(store: CheckpointS
         with pytest.raises(TypeError, match=r"arrays has dtype .* at 'x', but must hold numbers"):
             store.save(1, {"x": leaf}, {})
     assert not store.folder.exists()
+
+
+def test_too_little_room_is_named_before_anything_is_written(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for all but the last byte; a disk that reports no size at all is tried."""
+    arrays = {"x": jnp.zeros(250_000), "empty": jnp.zeros(0), "key": jax.random.key(0)}
+    usage = type(shutil.disk_usage(store.folder.parent))
+    store.save(1, arrays, {})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**9, 0, 1_000_007))
+    with pytest.raises(ValueError, match=r"has 1\.0 MB free, but step 2 takes 1\.0 MB; make room"):
+        store.save(2, arrays, {})
+    assert [p.name for p in store.folder.iterdir()] == ["1"]
+    for step, (total, free) in enumerate(((10**9, 1_000_008), (0, 0)), start=2):
+        monkeypatch.setattr("shutil.disk_usage", lambda _, a=(total, 0, free): usage(*a))
+        store.save(step, arrays, {})
+    assert store.latest_step() == 3
 
 
 FULL_DISK = """

@@ -1,0 +1,128 @@
+"""A profile is the calibration of a run, with what it found."""
+
+import dataclasses
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+import adahop_jax as adahop
+import train.profile
+from train.data import Dataset, load_data
+from train.display import Display
+from train.llama import PRESETS
+from train.options import TrainOptions
+from train.profile import Profile, profile_model
+from train.run import run_recipe
+
+LV2 = "adahop-lv2"
+STEPS = 3
+TINIER = dict(vocab_size=256, dim=32, layers=1, heads=2, kv_heads=1, ffn_dim=64)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hardly_compiled() -> Iterator[None]:
+    """A small model, little optimized: compiling is most of what these tests cost."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "tiny", TINIER)  # pyright: ignore[reportArgumentType]
+        before = jax.config.read("jax_disable_most_optimizations")
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> TrainOptions:
+    folder = tmp_path_factory.mktemp("corpus")
+    rng = np.random.default_rng(0)
+    for i in range(12):
+        (folder / f"{i:02}.txt").write_text(" ".join(rng.choice(["row", "column", "\n"], 80)))
+    return TrainOptions(
+        recipes=(LV2,),
+        data=str(folder),
+        model="tiny",
+        steps=STEPS,
+        batch_size=2,
+        accumulate=2,
+        seq_len=16,
+        warmup_steps=1,
+        calibration_steps=STEPS,
+        validation_batches=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def dataset(options: TrainOptions) -> Dataset:
+    return load_data(options.data_config())
+
+
+@pytest.fixture(scope="module")
+def profile(options: TrainOptions, dataset: Dataset) -> Profile:
+    return profile_model(options, LV2, dataset, Display(Console(file=io.StringIO())))
+
+
+def test_every_micro_batch_votes_once_on_every_tensor(profile: Profile) -> None:
+    assert len(profile.votes) == 7
+    for votes in profile.votes.values():
+        np.testing.assert_array_equal(np.sum(votes, axis=1), [2 * STEPS] * 3)
+
+
+def test_patterns_are_those_with_most_votes(profile: Profile) -> None:
+    assert profile.patterns.keys() == profile.votes.keys()
+    names = ("row", "col", "none")
+    for path, votes in profile.votes.items():
+        assert list(profile.patterns[path]) == ["x", "w", "g"]
+        for counts, pattern in zip(votes, profile.patterns[path].values(), strict=True):
+            winners = [n for n, c in zip(names, counts, strict=True) if c == max(counts)]
+            assert pattern == (winners[0] if len(winners) == 1 else "none")
+
+
+def test_the_table_is_what_the_level_gives_for_the_patterns(profile: Profile) -> None:
+    assert profile.table.keys() == profile.patterns.keys()
+    for path, found in profile.patterns.items():
+        # k is 1 for a width of 32.
+        expected = adahop.MatmulStrategies.from_patterns(**found, level=2, k=1)
+        assert profile.table[path] == expected
+
+
+def test_a_run_calibrates_to_the_same_table(
+    profile: Profile, options: TrainOptions, dataset: Dataset, tmp_path: Path
+) -> None:
+    """Same weights, same data, same steps."""
+    given = dataclasses.replace(options, out=tmp_path)
+    result = run_recipe(given, LV2, dataset, Display(Console(file=io.StringIO())))
+    assert result.table == profile.table
+
+
+def test_json_holds_all_of_it_and_is_a_table(profile: Profile) -> None:
+    text = profile.to_json()
+    assert adahop.StrategyTable.from_json(text) == profile.table
+    data = json.loads(text)
+    assert data["patterns"] == {path: dict(found) for path, found in profile.patterns.items()}
+    assert data["votes"] == profile.votes
+
+
+def test_the_steps_of_the_recipe_are_taken_and_no_more(
+    options: TrainOptions, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: list[tuple[int, ...]] = []
+    make = train.profile.make_train_step
+
+    def counting(*args: object) -> object:
+        step = make(*args)  # pyright: ignore[reportArgumentType]
+
+        def counted(state: object, tokens: np.ndarray) -> object:
+            shapes.append(tokens.shape)
+            return step(state, tokens)  # pyright: ignore[reportArgumentType]
+
+        return counted
+
+    monkeypatch.setattr(train.profile, "make_train_step", counting)
+    given = dataclasses.replace(options, calibration_steps=1, accumulate=1)
+    profile_model(given, LV2, dataset, Display(Console(file=io.StringIO())))
+    assert shapes == [(1, 2, 17)]
