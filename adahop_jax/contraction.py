@@ -88,7 +88,7 @@ def _inner_extraction(
     """
     norms = [slice_norms(side.values, side.axis) for side in (a, b)]
     # Over their maxima, so that the products neither overflow nor all underflow.
-    scores = functools.reduce(jnp.multiply, [n / jnp.maximum(jnp.max(n), 1e-37) for n in norms])
+    scores = functools.reduce(jnp.multiply, [n / jnp.max(n, initial=1e-37) for n in norms])
     indices = top_indices(scores, min(k, scores.shape[0]))
     picked, kept = [], []
     for side in (a, b):

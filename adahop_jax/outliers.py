@@ -36,18 +36,20 @@ def top_outliers(x: Float[Array, "R C"], k: int, axis: int) -> Int[Array, " k"]:
 
 
 def slice_norms(x: Float[Array, "R C"], axis: int) -> Float[Array, " n"]:
-    """L2 norms of the rows (axis=0) or columns (axis=1), times 2^-20.
+    """L2 norms of the rows (axis=0) or columns (axis=1), over a common power of two.
 
-    Each slice is scaled by a power of two of its own while its squares are summed, so that neither
-    huge nor tiny values lose their rank; 2^-20 leaves room for the norm of the largest.
+    Each slice is scaled by a power of two of its own while its squares are summed, and the norms so
+    that the largest is near 2^100: neither huge nor tiny values lose their rank.
     """
     x = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=1 - axis, keepdims=True, initial=0.0)
     _, exponent = jnp.frexp(jnp.where(jnp.isfinite(largest), largest, 1.0))
-    exponent = jnp.clip(exponent, -106, 126)
+    exponent = jnp.clip(exponent, -126, 126)
     scaled = x * jnp.ldexp(jnp.float32(1.0), -exponent)
     norms = jnp.sqrt(jnp.sum(scaled * scaled, axis=1 - axis, keepdims=True))
-    return jnp.squeeze(norms * jnp.ldexp(jnp.float32(1.0), exponent - 20), 1 - axis)
+    relative = exponent - jnp.max(exponent, initial=-126) + 100
+    norms = norms * jnp.ldexp(jnp.float32(1.0), jnp.maximum(relative, -126))
+    return jnp.squeeze(norms, 1 - axis)
 
 
 def top_indices(scores: Float[Array, " n"], k: int) -> Int[Array, " k"]:

@@ -211,7 +211,10 @@ class _Run:
             "table": self.state.table and self.state.table.to_json(),
             "versions": {"jax": jax.__version__, "flax": flax.__version__},
         }
-        self.store.save(self.step, _arrays(self.state), metadata)
+        try:
+            self.store.save(self.step, _arrays(self.state), metadata)
+        except ValueError as error:  # A full disk, say: nothing the user typed.
+            raise RunStoppedError(f"{self.recipe_name}: {error}") from error
 
     def _restore(self, like: TrainState) -> TrainState:
         metadata = self.store.read_metadata()
