@@ -13,7 +13,7 @@ from train.data import load_data
 from train.display import Display
 from train.options import TrainOptions, read_table
 from train.profile import profile_model
-from train.run import RunStoppedError, run_recipe
+from train.run import RunStoppedError, check_table, run_recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Train(TrainOptions):
         self.check()
         dataset = load_data(self.data_config())
         display.dataset(dataset)
+        check_table(self, dataset)
         results = [run_recipe(self, recipe, dataset, display) for recipe in self.recipes]
         display.results(results)
         display.say(f"Runs are in {self.out}: metrics.jsonl, table.json, checkpoints.")
@@ -35,8 +36,7 @@ class Train(TrainOptions):
 class Profile:
     """Shows the outlier patterns of a model's tensors and the strategy table they give.
 
-    Trains for the calibration steps in BF16 while the patterns vote, as `train` does, and keeps
-    nothing.
+    Trains for the calibration steps in BF16 while the patterns vote, and keeps nothing.
 
     Attributes:
       recipe: adahop-lv1 or adahop-lv2.
@@ -79,6 +79,8 @@ class Profile:
             )
         if self.json is not None and not self.json.resolve().parent.is_dir():
             raise ValueError(f"json is '{self.json}', but its folder does not exist; create it.")
+        if self.json is not None and self.json.is_dir():
+            raise ValueError(f"json is '{self.json}', which is a folder; give a file.")
         found = profile_model(options, self.recipe, load_data(options.data_config()), display)
         display.strategies(found.table, found.patterns)
         if self.json is not None:
@@ -131,13 +133,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         command = tyro.cli(Command, prog="adahop", args=arguments, description=_DESCRIPTION)
-        return command.run(Display())
+        code = command.run(Display())
+        sys.stdout.flush()  # here, where a reader that has gone is dealt with
+        return code
     except (ValueError, TypeError) as error:
         print(f"adahop: {error}", file=sys.stderr)
         return 2
     except RunStoppedError as error:
         print(f"adahop: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("adahop: interrupted before a step was done, or twice.", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         # The reader of our output has gone; Python would complain once more on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

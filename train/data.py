@@ -53,15 +53,25 @@ class DataConfig:
         """Checks what can be checked without reading anything.
 
         Raises:
+            TypeError: If a number is not a whole one where it has to be.
             ValueError: If a value is out of range.
         """
+        for name in ("seq_len", "batch_size", "seed", "vocab_size", "max_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) and (name, value) != ("max_bytes", None):
+                raise TypeError(f"{name}={value!r} must be a whole number")
         for name in ("seq_len", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must be from 0 to 2**32 - 1")
         shares = self.fractions
-        if len(shares) != 3 or not all(f > 0 for f in shares) or abs(sum(shares) - 1) > 1e-6:
+        if (
+            not isinstance(shares, tuple)  # of a frozen class, so it has to be hashable
+            or len(shares) != 3
+            or not all(f > 0 for f in shares)
+            or abs(sum(shares) - 1) > 1e-6
+        ):
             raise ValueError(
                 f"fractions={self.fractions} must be three positive shares (train, validation, "
                 "test) that sum to 1, such as (0.9, 0.05, 0.05)"
@@ -246,8 +256,8 @@ def _split(
     n = len(documents)
     if n < 3:
         raise ValueError(
-            f"path='{source}' gives {n} documents, fewer than one for each of train, validation "
-            "and test; give more text (or a larger max_bytes)"
+            f"path='{source}' gives {n} documents of different content, fewer than one for each "
+            "of train, validation and test; give more text (or a larger max_bytes)"
         )
     ends = np.cumsum([len(document.data) for document in documents])
     # Each split keeps at least one document, whatever the fractions.

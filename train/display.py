@@ -27,10 +27,14 @@ class Display:
     def __init__(self, console: Console | None = None) -> None:
         """Writes to this console, by default standard output."""
         self.console = console or Console(highlight=False)
+        if not self.console.is_terminal:
+            # A file or a pipe has no width: nothing is to be wrapped or cut.
+            self.console.width = 1000
 
     def say(self, text: str) -> None:
         """Prints a line."""
-        self.console.print(text)
+        # A path may hold what rich takes for markup.
+        self.console.print(text, markup=False, emoji=False, soft_wrap=True)
 
     def dataset(self, dataset: Dataset) -> None:
         """Prints what the data is."""
@@ -104,11 +108,12 @@ class Display:
             rows.append(("(all others)" if rows else "(all layers)", table.default))
         for path, entry in rows:
             found = patterns.get(path, {}) if patterns else {}
+            cells = [str(found.get(name, "")) for name in ("x", "w", "g")] if patterns else []
             strategies = [
                 f"{strategy} (k={k})" if strategy.extracts else str(strategy)
                 for _, strategy, k in entry.items()
             ]
-            view.add_row(path, *(str(pattern) for pattern in found.values()), *strategies)
+            view.add_row(path, *cells, *strategies)
         self.console.print(view)
 
 

@@ -95,6 +95,11 @@ class TrainOptions:
         self.data_config()
         self.optimizer_config()
         self.model_config(vocab_size=256)
+        if self.table is not None and not any(self.recipe(name).level for name in self.recipes):
+            raise ValueError(
+                f"table is '{self.table}', but none of the recipes ({' '.join(self.recipes)}) takes a "
+                "table; add adahop-lv1 or adahop-lv2."
+            )
         self.load_table()
 
     def recipe(self, name: str) -> adahop.Recipe:

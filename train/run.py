@@ -56,6 +56,20 @@ class RunResult:
     table: adahop.StrategyTable
 
 
+def check_table(options: TrainOptions, dataset: Dataset) -> None:
+    """Checks that the table given, if any, fits the model.
+
+    Raises:
+      ValueError: if it names a layer that the model lacks, or lacks one.
+    """
+    table = options.load_table()
+    if table is not None:
+        model = build_model(options.model_config(dataset.vocab_size), adahop.Recipe())
+        tokens = jax.ShapeDtypeStruct((1, 8), np.int32)
+        variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
+        adahop.bind(table, variables["adahop_probes"])
+
+
 def run_recipe(
     options: TrainOptions, recipe_name: str, dataset: Dataset, display: Display
 ) -> RunResult:
@@ -130,8 +144,13 @@ class _Run:
                 if interrupted():
                     raise RunStoppedError(self._stop(f"interrupted at step {self.step}"))
         durations = progress.durations[1:]
-        validation = self._logged("validation_loss")[-1]
-        losses = self._logged("loss")
+        losses, validations = self._logged("loss"), self._logged("validation_loss")
+        if not losses or not validations:
+            raise ValueError(
+                f"'{self.log.path}' lacks the records of the finished run; restore it, or give "
+                "another out."
+            )
+        validation = validations[-1]
         assert self.state.table is not None
         return RunResult(
             recipe=self.recipe_name,
@@ -152,17 +171,20 @@ class _Run:
             [next(self.batches) for _ in range(self.options.accumulate)]
         )
         self.state, metrics = self.train_step(self.state, tokens)
-        loss = float(metrics.loss)
+        loss, gradient_norm = float(metrics.loss), float(metrics.gradient_norm)
         self.log.write(
             self.step + 1,
             loss=loss,
-            gradient_norm=float(metrics.gradient_norm),
+            gradient_norm=gradient_norm,
             learning_rate=float(np.asarray(self.schedule(self.step))),
             tokens=(self.step + 1) * self._tokens_per_step,
         )
         self.step += 1
-        if not math.isfinite(loss):
-            raise RunStoppedError(self._stop(f"the loss is {loss} at step {self.step}", save=False))
+        # A gradient that is not finite has already spoilt the parameters.
+        for name, value in (("loss", loss), ("gradient's norm", gradient_norm)):
+            if not math.isfinite(value):
+                why = f"the {name} is {value} at step {self.step}"
+                raise RunStoppedError(self._stop(why, save=False))
         return loss
 
     def _after_step(self, validated: Callable[[float], None]) -> bool:
@@ -191,7 +213,7 @@ class _Run:
 
     def _validate(self) -> float:
         losses = [float(self.eval_step(self.state, batch)) for batch in self.validation]
-        loss = statistics.fmean(losses)
+        loss = statistics.fmean(losses, [len(batch) for batch in self.validation])
         self.log.write(
             self.step, validation_loss=loss, validation_bits_per_byte=self._bits_per_byte(loss)
         )

@@ -117,7 +117,7 @@ def make_train_step(
             votes=jax.tree.map(jnp.add, state.votes, votes),
             table=state.table,
         )
-        return new, StepMetrics(loss, optax.global_norm(gradients))
+        return new, StepMetrics(loss, optax.tree.norm(gradients))
 
     return step
 

@@ -1,15 +1,17 @@
 """Turns a path into documents: the one place that knows files, folders, archives and boundaries."""
 
+import errno
 import gzip
 import lzma
 import os
 import re
+import stat
 import sysconfig
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 MAX_SOURCE_BYTES = 4 * 2**30
 """Most bytes of text, after decompression, that one source may hold: it is kept in memory."""
@@ -90,12 +92,19 @@ def read_source(path: str | os.PathLike[str] | None = None) -> Source:
         return _read_folder(root, name, _stdlib_files(root))
     if not os.fspath(path):
         raise ValueError("path='' is empty; give a text file, a folder, a .xz or a .gz file")
-    root = Path(path).expanduser()
-    if root.is_dir():
+    # Unlike `Path.expanduser`, this leaves the name of an unknown user as it is.
+    root = Path(os.path.expanduser(path))
+    reason = "is neither a file nor a folder"
+    try:
+        mode = root.stat().st_mode
+    except FileNotFoundError:
+        mode, reason = 0, "does not exist"
+    except (OSError, ValueError) as error:  # a name too long, no permission; a name with NUL
+        mode, reason = 0, f"cannot be read ({getattr(error, 'strerror', error)})"
+    if stat.S_ISDIR(mode):
         return _read_folder(root, str(path), _folder_files(root))
-    if root.is_file():
+    if stat.S_ISREG(mode):
         return _read_single(root, str(path))
-    reason = "is neither a file nor a folder" if root.exists() else "does not exist"
     raise ValueError(f"path='{path}' {reason}; give a text file, a folder, a .xz or a .gz file")
 
 
@@ -159,8 +168,8 @@ def _read_single(path: Path, name: str) -> Source:
     data = _read_text(path, MAX_SOURCE_BYTES, name)
     if data is None:
         raise ValueError(
-            f"path='{name}' holds a NUL byte, so it is taken for a binary file; give text (an "
-            "archive of several files must be unpacked first)"
+            f"path='{name}' holds a NUL byte, so it is taken for a binary file; give text (UTF-16 "
+            "must be made UTF-8, and an archive of several files unpacked, first)"
         )
     if not data:
         raise ValueError(f"path='{name}' is empty; give a file with text in it")
@@ -197,7 +206,7 @@ def _folder_files(root: Path) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root, onerror=_raise_unreadable):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         paths = (Path(folder, name) for name in names if not name.startswith("."))
-        yield from (path for path in paths if path.is_file())
+        yield from filter(_is_file, paths)
 
 
 def _stdlib_files(root: Path) -> Iterator[Path]:
@@ -210,7 +219,17 @@ def _stdlib_files(root: Path) -> Iterator[Path]:
             yield path
 
 
-def _raise_unreadable(error: OSError) -> None:
+def _is_file(path: Path) -> bool:
+    """As `Path.is_file`, which raises or says no, by the version of Python, without permission."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP):  # a link to nothing, or to itself
+            return False
+        _raise_unreadable(error)
+
+
+def _raise_unreadable(error: OSError) -> NoReturn:
     raise ValueError(f"path='{error.filename}' cannot be read: {error.strerror}") from error
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -218,8 +219,9 @@ def load_tokenizer(path: str) -> Tokenizer:
     Raises:
         ValueError: If the file is missing, cannot be read or is no tokenizer.
     """
-    file = Path(path).expanduser()
-    if not file.is_file():
+    # These raise for no path, where those of `Path` do for a long one or an unknown user's.
+    file = Path(os.path.expanduser(path))
+    if not os.path.isfile(file):
         raise ValueError(
             f"tokenizer='{path}' is neither 'byte' nor 'bpe' nor an existing tokenizer.json"
         )

@@ -424,6 +424,8 @@ def test_default_data_need_no_path():
         ({"seed": 2**32}, "seed=4294967296 must be from 0"),
         ({"fractions": (0.9, 0.1, 0.0)}, "fractions=(0.9, 0.1, 0.0) must be three positive"),
         ({"fractions": (0.9, 0.1)}, "must be three positive shares"),
+        ({"fractions": 0.9}, "fractions=0.9 must be three positive shares"),
+        ({"fractions": [0.9, 0.05, 0.05]}, "such as (0.9, 0.05, 0.05)"),
         ({"fractions": (0.9, 0.9, 0.9)}, "sum to 1"),
         ({"fractions": (float("nan"), 0.5, 0.5)}, "must be three positive shares"),
         ({"max_bytes": 0}, "max_bytes=0 must be positive"),
@@ -435,6 +437,18 @@ def test_config_refuses_values_out_of_range(change: dict, message: str):
         DataConfig(**change)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seq_len": 2.5}, {"batch_size": "4"}, {"seed": 1.5}, {"vocab_size": 3e2}, {"max_bytes": 1e6}]
+    + [{"seq_len": None}],
+)
+def test_config_refuses_what_is_no_whole_number(change: dict):
+    ((name, value),) = change.items()
+    with pytest.raises(TypeError) as caught:
+        DataConfig(**change)
+    assert str(caught.value) == f"{name}={value!r} must be a whole number"
 
 
 def test_missing_tokenizer_is_found_before_the_data_are_read(
@@ -449,7 +463,7 @@ def test_too_few_documents(config: DataConfig, tmp_path: Path):
     (tmp_path / "a.txt").write_bytes(b"a" * 1000)
     (tmp_path / "b.txt").write_bytes(b"b" * 1000)
     (tmp_path / "copy.txt").write_bytes(b"b" * 1000)
-    with pytest.raises(ValueError, match="gives 2 documents, fewer than one for each of train"):
+    with pytest.raises(ValueError, match="gives 2 documents of different content, fewer than"):
         load_data(dataclasses.replace(config, path=str(tmp_path)))
 
 

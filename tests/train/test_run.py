@@ -29,7 +29,7 @@ from train.display import Display
 from train.metrics import read_metrics
 from train.options import TrainOptions
 from train.run import RunResult, RunStoppedError, run_recipe
-from train.step import StepMetrics, TrainState, build_model, init_state, make_eval_step
+from train.step import StepMetrics, TrainState, build_model, init_state
 
 ROOT = Path(__file__).parents[2]
 LV2 = "adahop-lv2"
@@ -275,7 +275,7 @@ def test_validation_is_in_the_precision_of_training(
         ("own", reference.result.table),
         ("bf16", adahop.StrategyTable.uniform("bf16")),
     ):
-        evaluate = make_eval_step(model, recipe)
+        evaluate = train.run.make_eval_step(model, recipe)
         state = TrainState(**leaves, table=table)
         losses[name] = np.mean([float(evaluate(state, batch)) for batch in batches])
     np.testing.assert_allclose(reference.result.validation_loss, losses["own"], rtol=1e-7)

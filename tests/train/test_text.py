@@ -58,6 +58,7 @@ def test_links_to_folders_are_not_followed_and_dangling_ones_ignored(tmp_path: P
     write(tmp_path / "a.txt")
     (tmp_path / "loop").symlink_to(tmp_path, target_is_directory=True)
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "itself").symlink_to(tmp_path / "itself")
     assert [d.name for d in read_source(tmp_path).documents] == ["a.txt"]
 
 
@@ -205,6 +206,13 @@ def assert_refuses(path: str | Path, *fragments: str):
 def test_missing_path_and_empty_path():
     assert_refuses("/no/such/folder", "does not exist", "give a text file, a folder")
     assert_refuses("", "is empty", "give a text file, a folder")
+    assert_refuses("~no-such-user/text", "does not exist")
+
+
+def test_path_that_the_system_refuses(tmp_path: Path):
+    assert_refuses("x" * 300, "cannot be read (File name too long)", "give a text file, a folder")
+    assert_refuses("a\0b", "cannot be read (", "null", "give a text file, a folder")
+    assert_refuses(write(tmp_path / "a.txt") / "b", "cannot be read (Not a directory)")
 
 
 def test_device_is_neither_file_nor_folder():
@@ -218,6 +226,7 @@ def test_empty_file_and_empty_archive(tmp_path: Path):
 
 def test_binary_file(tmp_path: Path):
     assert_refuses(write(tmp_path / "a.bin", b"abc\0def"), "NUL byte", "binary")
+    assert_refuses(write(tmp_path / "a.txt", "abc".encode("utf-16")), "UTF-16 must be made UTF-8")
 
 
 def test_folder_without_text(tmp_path: Path):
@@ -255,3 +264,20 @@ def test_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(text, "_open", refuse)
     assert_refuses(path, "cannot be read: Permission denied")
+
+
+def test_folder_that_may_be_listed_but_not_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = write(tmp_path / "closed" / "a.txt")
+    write(tmp_path / "b.txt")
+    real = Path.stat
+
+    # By a stand-in, since a superuser, as which containers run, is refused nothing.
+    def refuse(self: Path, **options: bool) -> os.stat_result:
+        if self == path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(self, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(ValueError) as caught:
+        read_source(tmp_path)
+    assert str(caught.value) == f"path='{path}' cannot be read: Permission denied"

@@ -161,8 +161,10 @@ def test_vocabulary_with_gaps_covers_its_largest_id():
 
 
 def test_load_refuses_what_is_no_tokenizer(tmp_path: Path):
-    with pytest.raises(ValueError, match="tokenizer='bytes' is neither 'byte' nor 'bpe' nor an"):
-        load_tokenizer("bytes")
+    for name in ("bytes", "", "x" * 300, "~no-such-user/tokenizer.json", str(tmp_path)):
+        message = f"tokenizer='{name}' is neither 'byte' nor 'bpe' nor an existing"
+        with pytest.raises(ValueError, match=message):
+            load_tokenizer(name)
     path = tmp_path / "tokenizer.json"
     for content, fragment in (("{", "not JSON"), (json.dumps({"a": 1}), "tokenizers package")):
         path.write_text(content, "utf-8")
