@@ -45,7 +45,7 @@ class Profile:
       steps: calibration steps.
       batch_size: sequences of a step.
       seq_len: tokens of a sequence.
-      seed: of weights and data order.
+      seed: of weights.
       json: file for patterns, votes and table.
     """
 

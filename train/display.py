@@ -42,6 +42,12 @@ class Display:
             f"{name} {split.documents:,} documents, {split.tokens:,} tokens"
             for name, split in dataset.summary.items()
         ]
+        for count, what in (
+            (dataset.skipped_files, "files without text skipped"),
+            (dataset.duplicates, "duplicates left out"),
+        ):
+            if count:
+                parts.append(f"{count:,} {what}")
         self.say(f"data: {dataset.source} ({'; '.join(parts)})")
 
     @contextlib.contextmanager

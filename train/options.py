@@ -31,7 +31,8 @@ class TrainOptions:
       warmup_steps: steps of linear rise to it.
       weight_decay: of AdamW, on matrices.
       clip_norm: largest global norm of a gradient.
-      seed: of weights, data order and random rounding.
+      seed: of weights and random rounding.
+      data_seed: of the split into train, validation and test, and of the order of the data.
       tokenizer: 'byte', 'bpe' (trained on the training documents), or a tokenizer.json.
       vocab_size: of a trained BPE.
       max_bytes: use only so much of the shuffled documents.
@@ -59,6 +60,7 @@ class TrainOptions:
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     seed: int = 0
+    data_seed: int = 0
     tokenizer: str = "byte"
     vocab_size: int = 4096
     max_bytes: int | None = None
@@ -86,6 +88,8 @@ class TrainOptions:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1.")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed is {self.seed}, but must be from 0 to 2**32 - 1.")
         if not self.recipes:
             raise ValueError(f"recipes is empty; name one of {', '.join(adahop.RECIPE_NAMES)}.")
         if len(set(self.recipes)) < len(self.recipes):
@@ -97,8 +101,8 @@ class TrainOptions:
         self.model_config(vocab_size=256)
         if self.table is not None and not any(self.recipe(name).level for name in self.recipes):
             raise ValueError(
-                f"table is '{self.table}', but none of the recipes ({' '.join(self.recipes)}) takes a "
-                "table; add adahop-lv1 or adahop-lv2."
+                f"table is '{self.table}', but recipes ({' '.join(self.recipes)}) take none; add "
+                "adahop-lv1 or adahop-lv2."
             )
         self.load_table()
 
@@ -115,7 +119,7 @@ class TrainOptions:
             path=self.data,
             seq_len=self.seq_len,
             batch_size=self.batch_size,
-            seed=self.seed,
+            seed=self.data_seed,
             tokenizer=self.tokenizer,
             vocab_size=self.vocab_size,
             max_bytes=self.max_bytes,
