@@ -11,7 +11,10 @@ from adahop_jax import e2m1
 
 def check_float(x: Any, name: str = "x") -> Array:
     """Returns x as a JAX array; raises TypeError unless it holds floats of at most 32 bits."""
-    x = jnp.asarray(x)
+    try:
+        x = jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is {x!r}, but must be an array of floats.") from None
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize not in (2, 4):
         raise TypeError(
             f"{name} has dtype {x.dtype}, but must be float32, bfloat16 or float16; cast it first."

@@ -120,6 +120,10 @@ def patterns_from_votes(votes: Any) -> dict[str, dict[str, Pattern]]:
       ValueError: if there are no votes, or votes on a tensor that held a NaN or an infinity.
     """
     patterns = {}
+    if not votes:
+        raise ValueError(
+            "votes is empty: the model has no adahop_jax layers, or init made no probes."
+        )
     for path, array in votes_by_layer(votes).items():
         counts = np.asarray(array, np.float64).reshape(-1, 3, 3).sum(axis=0)
         for tensor, row in zip(TENSORS, counts, strict=True):

@@ -85,6 +85,10 @@ class Dense(nn.Dense):
     def _strategies(self) -> MatmulStrategies:
         if self.has_variable(TABLE, _STRATEGIES_NAME):
             return self.get_variable(TABLE, _STRATEGIES_NAME)
+        if not isinstance(self.recipe, Recipe):
+            raise TypeError(f"recipe is {self.recipe!r}, but must be a Recipe; see Recipe.named.")
+        if self.strategies is not None and not isinstance(self.strategies, MatmulStrategies):
+            raise TypeError(f"strategies is {self.strategies!r}, but must be a MatmulStrategies.")
         default = self.strategies or self.recipe.initial_table().default
         assert default is not None
         return default
@@ -119,8 +123,11 @@ def bind(table: StrategyTable, probes: Any) -> dict[str, Any]:
       probes: the 'adahop_probes' collection from `init`, which knows the model's layers.
 
     Raises:
+      TypeError: if the table is no StrategyTable.
       ValueError: if the table names a layer that the model lacks, or lacks one and has no default.
     """
+    if not isinstance(table, StrategyTable):
+        raise TypeError(f"table is {table!r}, but must be a StrategyTable.")
     collection: dict[str, Any] = {}
     for path, strategies in table.resolve(probe_paths(probes)).items():
         node = collection

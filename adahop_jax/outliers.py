@@ -30,7 +30,7 @@ def top_outliers(x: Float[Array, "R C"], k: int, axis: int) -> Int[Array, " k"]:
         raise ValueError(f"x has shape {x.shape}, but must be a matrix [rows, columns].")
     if axis not in (0, 1):
         raise ValueError(f"axis is {axis!r}, but must be 0 (rows) or 1 (columns).")
-    if not 0 <= k <= x.shape[axis]:
+    if not hasattr(k, "__index__") or not 0 <= k <= x.shape[axis]:
         raise ValueError(f"k is {k}, but must be in 0..{x.shape[axis]} for x of shape {x.shape}.")
     return top_indices(slice_norms(x, axis), k)
 

@@ -94,7 +94,7 @@ class Recipe:
           **changes: fields to replace.
 
         Raises:
-          ValueError: for an unknown name.
+          ValueError: for an unknown name or field.
         """
         if name not in _POLICIES:
             close = difflib.get_close_matches(str(name), _POLICIES, n=1)
@@ -102,6 +102,12 @@ class Recipe:
             raise ValueError(
                 f"recipe is {name!r}, but must be one of {', '.join(_POLICIES)}{hint}."
             )
+        known = [field.name for field in dataclasses.fields(cls)]
+        for change in changes:
+            if change not in known:
+                raise ValueError(
+                    f"recipe field is {change!r}, but must be one of {', '.join(known)}."
+                )
         return dataclasses.replace(cls(policy=_POLICIES[name]), **changes)
 
     @property

@@ -89,3 +89,8 @@ def test_others_do_not(dtype: str) -> None:
         pytest.raises(TypeError, match=f"w has dtype {dtype}, but must be float32, bfloat16 or"),
     ):
         check_float(jnp.ones(3, dtype), "w")
+
+
+def test_what_is_no_array():
+    with pytest.raises(TypeError, match="w is None, but must be an array of floats"):
+        check_float(None, "w")

@@ -420,3 +420,8 @@ def test_votes_of_sharded_arrays_are_global() -> None:
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout == "equal votes\n"
+
+
+def test_no_votes_at_all():
+    with pytest.raises(ValueError, match="votes is empty: the model has no adahop_jax layers"):
+        adahop.table_from_votes({}, adahop.Recipe())

@@ -441,3 +441,20 @@ def test_a_layer_used_twice_votes_twice() -> None:
     assert list(variables[PROBES]) == ["shared"]
     votes = jax.jit(jax.grad(lambda v: jnp.sum(Shared().apply(v, x) ** 2)))(variables)[PROBES]
     np.testing.assert_array_equal(votes["shared"]["votes"].sum(-1), 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"recipe": "adahop-lv2"}, "recipe is 'adahop-lv2', but must be a Recipe"),
+        ({"strategies": "iht"}, "strategies is 'iht', but must be a MatmulStrategies"),
+    ],
+)
+def test_layer_options_of_another_type(arguments, sentence):
+    with pytest.raises(TypeError, match=sentence):
+        adahop.Dense(8, **arguments).init(jax.random.key(0), jnp.ones((2, 4)))
+
+
+def test_bind_needs_a_table():
+    with pytest.raises(TypeError, match="table is None, but must be a StrategyTable"):
+        adahop.bind(None, {})

@@ -163,3 +163,8 @@ def test_bad_formats(scale_rule, rounding, sentence) -> None:
 @pytest.mark.parametrize("scale_rule", ["ceil", "rceil"])
 def test_stochastic_formats(scale_rule) -> None:
     assert OperandFormat(scale_rule, "stochastic").rounding == "stochastic"
+
+
+def test_unknown_fields_are_named():
+    with pytest.raises(ValueError, match="recipe field is 'foo', but must be one of policy, "):
+        Recipe.named("mxfp4", foo=1)
