@@ -94,7 +94,8 @@ class Recipe:
           **changes: fields to replace.
 
         Raises:
-          ValueError: for an unknown name or field.
+          TypeError: for an unknown field.
+          ValueError: for an unknown name.
         """
         if name not in _POLICIES:
             close = difflib.get_close_matches(str(name), _POLICIES, n=1)
@@ -105,7 +106,7 @@ class Recipe:
         known = [field.name for field in dataclasses.fields(cls)]
         for change in changes:
             if change not in known:
-                raise ValueError(
+                raise TypeError(
                     f"recipe field is {change!r}, but must be one of {', '.join(known)}."
                 )
         return dataclasses.replace(cls(policy=_POLICIES[name]), **changes)
