@@ -118,7 +118,7 @@ def _forward(config: _Config, x: Array, w: Array, key: Array | None) -> tuple[Ar
 
 def _backward(config: _Config, residuals: tuple, g: Array) -> tuple[Array, Array, None]:
     saved, w, key = residuals
-    w, g = _once(w), _once(g)
+    w, g = _once(w), _once(jnp.asarray(g))  # A caller of `vjp` may bring a NumPy cotangent.
     keys = _streams(key)
     gx = product(
         config.strategies.gx,

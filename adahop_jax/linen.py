@@ -1,5 +1,6 @@
 """Flax Linen: a Dense layer that takes its strategies from a variable collection."""
 
+import warnings
 from typing import Any
 
 import flax.linen as nn
@@ -94,6 +95,15 @@ class Dense(nn.Dense):
         return default
 
     def _probe(self) -> Array | None:
+        calibrates = self.recipe.level is not None and self.strategies is None
+        if self.is_initializing() and calibrates and not self.is_mutable_collection(PROBES):
+            warnings.warn(
+                f"layer {self._path()!r} cannot make its probe, so no table will hold it and it "
+                f"stays in BF16: init must leave '{PROBES}' mutable, and a lifted transform carry "
+                f"it, as nn.scan does with variable_axes={{'params': 0, '{PROBES}': 0}}, "
+                f"variable_broadcast='{TABLE}', split_rngs={{'params': True, '{RNG}': True}}.",
+                stacklevel=2,
+            )
         if self.is_initializing() and self.is_mutable_collection(PROBES):
             return self.variable(PROBES, PROBE_NAME, new_probe).value
         return self.get_variable(PROBES, PROBE_NAME)

@@ -23,6 +23,7 @@ class Train(TrainOptions):
     def run(self, display: Display) -> int:
         """Runs the command; returns the exit code."""
         self.check()
+        self.check_calibration()
         dataset = load_data(self.data_config())
         display.dataset(dataset)
         check_table(self, dataset)

@@ -106,6 +106,19 @@ class TrainOptions:
             )
         self.load_table()
 
+    def check_calibration(self) -> None:
+        """Checks that a run goes on after its calibration.
+
+        Raises:
+          ValueError: if all of it would be in the precision of calibration.
+        """
+        calibrates = self.table is None and any(self.recipe(name).level for name in self.recipes)
+        if calibrates and self.calibration_steps >= self.steps:
+            raise ValueError(
+                f"calibration_steps is {self.calibration_steps}, but must be below steps "
+                f"({self.steps}): the whole run would be in the precision of calibration."
+            )
+
     def recipe(self, name: str) -> adahop.Recipe:
         """The recipe of this name under these options."""
         k = self.k

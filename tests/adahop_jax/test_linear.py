@@ -642,3 +642,11 @@ def test_random_signs_cancel() -> None:
     for out, want in zip(outs, exact, strict=True):
         assert 0.05 < relative(out[0], want) < 0.25
         assert relative(np.mean(np.asarray(out, np.float64), axis=0), want) < 0.08
+
+
+@pytest.mark.parametrize("strategy", Strategy)
+def test_a_numpy_cotangent_serves(strategy):
+    x, w = jnp.ones((40, 32)), jnp.ones((32, 8))
+    y, pull = jax.vjp(lambda x, w: adahop.dot(x, w, strategy), x, w)
+    for got, want in zip(pull(np.ones(y.shape, np.float32)), pull(jnp.ones(y.shape)), strict=True):
+        np.testing.assert_array_equal(got, want)

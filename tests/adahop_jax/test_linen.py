@@ -1,6 +1,7 @@
 """`Dense` beside `nn.Dense`, and under the transformations of Linen."""
 
 import functools
+import warnings
 
 import flax.linen as nn
 import jax
@@ -458,3 +459,25 @@ def test_layer_options_of_another_type(arguments, sentence):
 def test_bind_needs_a_table():
     with pytest.raises(TypeError, match="table is None, but must be a StrategyTable"):
         adahop.bind(None, {})
+
+
+def test_scan_that_carries_no_probes_is_warned_of():
+    """Its layers would be in no table, and stay in BF16 without a word."""
+
+    class Body(nn.Module):
+        recipe: Recipe
+
+        @nn.compact
+        def __call__(self, x, _):
+            return adahop.Dense(8, recipe=self.recipe, name="up")(x), None
+
+    scanned = nn.scan(Body, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+    x = jnp.ones((4, 8))
+    with pytest.warns(
+        UserWarning, match=r"layer 'up' cannot make its probe, .*BF16: .*variable_axes="
+    ):
+        scanned(Recipe.named("adahop-lv2")).init(jax.random.key(0), x, None)
+    # A uniform recipe needs no table.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scanned(Recipe.named("mxfp4-iht")).init(jax.random.key(0), x, None)

@@ -171,3 +171,10 @@ def test_a_bad_table_is_refused_in_one_sentence(
         read_table(path)
     assert str(caught.value).startswith(f"table is '{path}', ")
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_goes_on_after_its_calibration() -> None:
+    with pytest.raises(ValueError, match=r"^calibration_steps is 25, .*below steps \(25\)"):
+        options(recipes=("adahop-lv2",), steps=25, calibration_steps=25).check_calibration()
+    options(recipes=("adahop-lv2",), steps=26, calibration_steps=25).check_calibration()
+    options(recipes=("bf16",), steps=25, calibration_steps=25).check_calibration()
