@@ -4,7 +4,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jax import lax
+from jaxtyping import Array, Float
 
 from adahop_jax import e2m1
 
@@ -29,6 +30,16 @@ def block_axis(axis: int, ndim: int, name: str = "axis") -> int:
     if not -ndim <= axis < ndim:
         raise ValueError(f"{name} is {axis}, but the array has {ndim} axes.")
     return int(axis) - ndim if axis >= 0 else int(axis)
+
+
+def widen(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The values that x's dtype holds, in float32.
+
+    XLA may drop a rounding to bfloat16 that is followed by a widening, and go on with a producer's
+    float32 values instead: other values than x's, and other ones in each fusion.
+    """
+    # Eight exponent bits whatever the dtype: with float16's five its subnormals would be flushed.
+    return lax.reduce_precision(x.astype(jnp.float32), 8, jnp.finfo(x.dtype).nmant)
 
 
 def padded_length(length: int, multiple: int) -> int:

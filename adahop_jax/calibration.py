@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from adahop_jax.patterns import Pattern, pattern_votes
+from adahop_jax.patterns import VOTE_ORDER, Pattern, pattern_votes
 from adahop_jax.recipe import Recipe
 from adahop_jax.strategy import MatmulStrategies, StrategyTable
 
@@ -24,13 +24,12 @@ PROBES = "adahop_probes"
 
 PROBE_NAME = "votes"
 TENSORS = ("x", "w", "g")
-_ORDER = (Pattern.ROW, Pattern.COL, Pattern.NONE)
 _SWAP_ROW_COL = np.array([1, 0, 2])
 
 
 def new_probe() -> Float[Array, "3 3"]:
     """A probe of zeros; its cotangent counts votes, a row each for x, W and g: (row, col, none)."""
-    return jnp.zeros((len(TENSORS), len(_ORDER)), jnp.float32)
+    return jnp.zeros((len(TENSORS), len(VOTE_ORDER)), jnp.float32)
 
 
 def observe(
@@ -196,4 +195,4 @@ def calibrate(
 
 def _majority(counts: np.ndarray) -> Pattern:
     winners = np.flatnonzero(counts == counts.max())
-    return _ORDER[winners[0]] if len(winners) == 1 else Pattern.NONE
+    return VOTE_ORDER[winners[0]] if len(winners) == 1 else Pattern.NONE

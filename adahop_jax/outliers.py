@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from adahop_jax.blocking import check_float
+from adahop_jax.blocking import check_float, widen
 
 
 def top_outliers(x: Float[Array, "R C"], k: int, axis: int) -> Int[Array, " k"]:
@@ -41,7 +41,7 @@ def slice_norms(x: Float[Array, "R C"], axis: int) -> Float[Array, " n"]:
     Each slice is scaled by a power of two of its own while its squares are summed, and the norms so
     that the largest is near 2^100: neither huge nor tiny values lose their rank.
     """
-    x = x.astype(jnp.float32)
+    x = widen(x)
     largest = jnp.max(jnp.abs(x), axis=1 - axis, keepdims=True, initial=0.0)
     _, exponent = jnp.frexp(jnp.where(jnp.isfinite(largest), largest, 1.0))
     exponent = jnp.clip(exponent, -126, 126)

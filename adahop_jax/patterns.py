@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from adahop_jax.blocking import check_float
+from adahop_jax.blocking import check_float, widen
 
 
 class Pattern(enum.StrEnum):
@@ -32,7 +32,7 @@ class Pattern(enum.StrEnum):
 METHODS: tuple[str, ...] = ("published", "robust")
 """Names of the classifiers; `pattern_votes` defines both."""
 
-_VOTE_ORDER = (Pattern.ROW, Pattern.COL, Pattern.NONE)
+VOTE_ORDER = (Pattern.ROW, Pattern.COL, Pattern.NONE)
 
 _PUBLISHED_RATIO = 2.0
 # float32 sums are good to about 1e-6. A spread below this part of the mean is taken for rounding:
@@ -90,7 +90,7 @@ def profile_tensor(x: Float[Array, "... R C"]) -> TensorProfile:
     if x.ndim < 2:
         raise ValueError(f"x has shape {x.shape}, but must have two axes or more, [..., R, C].")
     # Widened before anything else: what rounds to bfloat16 on the way may or may not be rounded.
-    x = jax.lax.stop_gradient(x).astype(jnp.float32)
+    x = widen(jax.lax.stop_gradient(x))
     roots = jnp.sqrt(jnp.abs(x))
     # A sum of roots cannot overflow, so it is finite exactly where every entry is.
     finite = jnp.isfinite(jnp.sum(jnp.sum(roots, axis=-1), axis=-1))
@@ -211,7 +211,7 @@ def classify(x: Any, method: str = "published") -> Pattern | list[Pattern]:
         if np.isnan(vote).any():
             name = f"x[{i}]" if many else "x"
             raise ValueError(f"{name} has NaN or Inf entries, but must be finite to be classified.")
-        patterns.append(_VOTE_ORDER[int(np.argmax(vote))])
+        patterns.append(VOTE_ORDER[int(np.argmax(vote))])
     return patterns if many else patterns[0]
 
 

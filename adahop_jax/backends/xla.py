@@ -6,12 +6,11 @@ bits, so bfloat16 holds it exactly, and products of bfloat16 accumulate in float
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, BFloat16, Float, UInt8
 
 from adahop_jax import e2m1
 from adahop_jax.backends.base import Quantizer
-from adahop_jax.blocking import from_blocks, pad_axis, padded_length, to_blocks
+from adahop_jax.blocking import from_blocks, pad_axis, padded_length, to_blocks, widen
 from adahop_jax.hadamard import transform
 from adahop_jax.mxfp4 import MXFP4Array
 from adahop_jax.products import dot_f32
@@ -66,7 +65,7 @@ def _encode(
     x: Array, axis: int, quantizer: Quantizer, signs: Array | None, key: Array | None
 ) -> tuple[UInt8[Array, "..."], UInt8[Array, "..."]]:
     """Signed codes and scale bytes, blocked along `axis`."""
-    x = _as_stored(x)
+    x = widen(x)
     if quantizer.block_size is not None:
         x = transform(x, quantizer.block_size, axis, signs)
     blocks = to_blocks(pad_axis(x, axis, e2m1.BLOCK), axis)
@@ -79,16 +78,6 @@ def _encode(
         code = e2m1.nearest_code(v)
     code = e2m1.signed_code(code, blocks)
     return jnp.where(scales == e2m1.NAN_BYTE, jnp.uint8(0), code), scales
-
-
-def _as_stored(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Widens to float32 the values that x's dtype holds.
-
-    XLA may drop a rounding to bfloat16 that is followed by a widening, and quantize a producer's
-    float32 values instead: other bits than x's, and other ones in each fusion.
-    """
-    # Eight exponent bits whatever the dtype: with float16's five its subnormals would be flushed.
-    return lax.reduce_precision(x.astype(jnp.float32), 8, jnp.finfo(x.dtype).nmant)
 
 
 @jax.jit(static_argnames="contract")

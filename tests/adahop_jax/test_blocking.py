@@ -14,6 +14,7 @@ from adahop_jax.blocking import (
     pad_axis,
     padded_length,
     to_blocks,
+    widen,
 )
 
 
@@ -94,3 +95,16 @@ def test_others_do_not(dtype: str) -> None:
 def test_what_is_no_array():
     with pytest.raises(TypeError, match="w is None, but must be an array of floats"):
         check_float(None, "w")
+
+
+def test_widening_keeps_the_rounding_of_a_producer():
+    """Also where one fusion makes the bfloat16 values and widens them."""
+    x = jax.random.normal(jax.random.key(0), (64, 64), jnp.bfloat16)
+
+    def produce(x):
+        return x + x * x
+
+    apart = widen(jax.jit(produce)(x))
+    np.testing.assert_array_equal(jax.jit(lambda x: widen(produce(x)))(x), apart)
+    tiny = jnp.float16(2.0**-24)
+    assert widen(tiny) == 2.0**-24
