@@ -15,7 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from adahop_jax.backends import choose_backend
+from adahop_jax.backends import Backend, choose_backend
 from adahop_jax.blocking import check_float
 from adahop_jax.contraction import Operand, overwrite_rows, product
 from adahop_jax.mxfp4 import MXFP4Array
@@ -32,12 +32,22 @@ RESIDUAL_NAME = "adahop_residual"
 _STREAMS = ("y_x", "y_w", "gx_g", "gx_w", "gw_x", "gw_g", "y_signs", "gx_signs", "gw_signs")
 
 
+_OPERAND_KINDS = {"x": "activation", "w": "weight", "g": "gradient"}
+
+
 class _Config(NamedTuple):
     strategies: MatmulStrategies
     recipe: Recipe
 
-    def k(self, matmul: str) -> int:
-        return next(k for name, _, k in self.strategies.items() if name == matmul)
+    def of(self, matmul: str) -> tuple[Strategy, int]:
+        """Strategy and k of 'y', 'gx' or 'gw'."""
+        return next(
+            (strategy, k) for name, strategy, k in self.strategies.items() if name == matmul
+        )
+
+    @property
+    def backend(self) -> Backend:
+        return choose_backend(self.recipe.backend)[0]
 
 
 class _Saved(NamedTuple):
@@ -99,16 +109,10 @@ def dot(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(config: _Config, x: Array, w: Array, key: Array | None) -> Array:
-    keys = _streams(key)
-    y = product(
-        config.strategies.y,
-        _operand(config, config.strategies.y, "activation", x, 1, keys["y_x"]),
-        _operand(config, config.strategies.y, "weight", w, 0, keys["y_w"]),
-        k=config.k("y"),
-        backend=choose_backend(config.recipe.backend)[0],
-        signs=_signs(config, keys["y_signs"]),
-    )
-    return y.astype(x.dtype)
+    streams = _streams(key)
+    x_operand = _operand(config, "y", "x", x, 1, streams)
+    w_operand = _operand(config, "y", "w", w, 0, streams)
+    return _product(config, "y", x_operand, w_operand, streams).astype(x.dtype)
 
 
 def _forward(config: _Config, x: Array, w: Array, key: Array | None) -> tuple[Array, tuple]:
@@ -119,17 +123,12 @@ def _forward(config: _Config, x: Array, w: Array, key: Array | None) -> tuple[Ar
 def _backward(config: _Config, residuals: tuple, g: Array) -> tuple[Array, Array, None]:
     saved, w, key = residuals
     w, g = _once(w), _once(jnp.asarray(g))  # A caller of `vjp` may bring a NumPy cotangent.
-    keys = _streams(key)
-    gx = product(
-        config.strategies.gx,
-        _operand(config, config.strategies.gx, "gradient", g, 1, keys["gx_g"]),
-        _operand(config, config.strategies.gx, "weight", w, 1, keys["gx_w"]),
-        k=config.k("gx"),
-        backend=choose_backend(config.recipe.backend)[0],
-        signs=_signs(config, keys["gx_signs"]),
-    )
+    streams = _streams(key)
+    g_operand = _operand(config, "gx", "g", g, 1, streams)
+    w_operand = _operand(config, "gx", "w", w, 1, streams)
+    gx = _product(config, "gx", g_operand, w_operand, streams)
     # y has x's dtype, and so has its cotangent.
-    return gx.astype(g.dtype), _weight_gradient(config, saved, g, keys).astype(w.dtype), None
+    return gx.astype(g.dtype), _weight_gradient(config, saved, g, streams).astype(w.dtype), None
 
 
 _dot.defvjp(_forward, _backward)
@@ -142,46 +141,63 @@ def _once(operand: Array) -> Array:
 
 def _save(config: _Config, x: Array, key: Array | None) -> _Saved:
     x = _once(x)
-    strategy = config.strategies.gw
+    strategy, k = config.of("gw")
     if strategy is Strategy.BF16:
         return _Saved(x.astype(jnp.bfloat16), None, None, None)
     if strategy in (Strategy.IHT_OE_LEFT, Strategy.IHT_OE_INNER):
         return _Saved(x, None, None, None)
-    keys = _streams(key)
-    operand = _operand(config, strategy, "activation", x, 0, keys["gw_x"])
-    packed = choose_backend(config.recipe.backend)[0].quantize(
-        x, -2, operand.quantizer, signs=_signs(config, keys["gw_signs"]), key=operand.key
+    streams = _streams(key)
+    operand = _operand(config, "gw", "x", x, 0, streams)
+    packed = config.backend.quantize(
+        x, -2, operand.quantizer, signs=_signs(config, "gw", streams), key=operand.key
     )
     if strategy is Strategy.IHT_OE_RIGHT:
-        indices, columns = operand.outliers(config.k("gw"))
+        indices, columns = operand.outliers(k)
         return _Saved(None, packed, indices, columns.astype(jnp.bfloat16))
     return _Saved(None, packed, None, None)
 
 
 def _weight_gradient(
-    config: _Config, saved: _Saved, g: Array, keys: dict[str, Array | None]
+    config: _Config, saved: _Saved, g: Array, streams: dict[str, Array | None]
 ) -> Float[Array, "K N"]:
-    """The kernel's gradient x^T g: the transpose of the table's g^T x, so left and right swap."""
-    strategy, backend = config.strategies.gw, choose_backend(config.recipe.backend)[0]
-    signs = _signs(config, keys["gw_signs"])
-    gradient = _operand(config, strategy, "gradient", g, 0, keys["gw_g"])
+    """The kernel's gradient x^T g."""
+    g_operand = _operand(config, "gw", "g", g, 0, streams)
     if saved.packed is None:
         assert saved.x is not None
-        activation = _operand(config, strategy, "activation", saved.x, 0, keys["gw_x"])
-        return product(
-            strategy.mirrored, activation, gradient, k=config.k("gw"), backend=backend, signs=signs
-        )
-    out = backend.multiply(backend.decode(saved.packed), gradient.carrier(backend, signs), (0, 0))
+        x_operand = _operand(config, "gw", "x", saved.x, 0, streams)
+        return _product(config, "gw", x_operand, g_operand, streams)
+    backend = config.backend
+    g_carrier = g_operand.carrier(backend, _signs(config, "gw", streams))
+    out = backend.multiply(backend.decode(saved.packed), g_carrier, (0, 0))
     if saved.outlier_indices is None or saved.outlier_columns is None:
         return out
+    # Columns of x are rows of the kernel's gradient.
     rows = bf16_product(saved.outlier_columns, g, (0, 0))
     return overwrite_rows(out, saved.outlier_indices, rows)
 
 
+def _product(
+    config: _Config, matmul: str, a: Operand, b: Operand, streams: dict[str, Array | None]
+) -> Float[Array, "M N"]:
+    strategy, k = config.of(matmul)
+    if matmul == "gw":
+        # The kernel's gradient x^T g is the transpose of the table's g^T x: left and right swap.
+        strategy = strategy.mirrored
+    signs = _signs(config, matmul, streams)
+    return product(strategy, a, b, k=k, backend=config.backend, signs=signs)
+
+
 def _operand(
-    config: _Config, strategy: Strategy, kind: str, values: Array, axis: int, key: Array | None
+    config: _Config,
+    matmul: str,
+    tensor: str,
+    values: Array,
+    axis: int,
+    streams: dict[str, Array | None],
 ) -> Operand:
-    return Operand(values, axis, config.recipe.quantizer(kind, strategy), key)
+    strategy, _ = config.of(matmul)
+    quantizer = config.recipe.quantizer(_OPERAND_KINDS[tensor], strategy)
+    return Operand(values, axis, quantizer, streams[f"{matmul}_{tensor}"])
 
 
 def _streams(key: Array | None) -> dict[str, Array | None]:
@@ -190,8 +206,9 @@ def _streams(key: Array | None) -> dict[str, Array | None]:
     return {name: jax.random.fold_in(key, i) for i, name in enumerate(_STREAMS)}
 
 
-def _signs(config: _Config, key: Array | None) -> Array | None:
+def _signs(config: _Config, matmul: str, streams: dict[str, Array | None]) -> Array | None:
     if config.recipe.signs == "none":
         return None
+    key = streams[f"{matmul}_signs"]
     assert key is not None
     return jax.random.rademacher(key, (config.recipe.block_size,), jnp.int8)

@@ -20,9 +20,8 @@ class MetricsLog:
         half a line.
         """
         self.path = path
-        kept = [record for record in read_metrics(path) if record["step"] <= resume_at]
-        if not resume_at:
-            kept = []
+        records = read_metrics(path) if resume_at else []
+        kept = [record for record in records if record["step"] <= resume_at]
         staging = path.with_suffix(".tmp")
         staging.write_text("".join(_line(record) for record in kept), encoding="utf-8")
         staging.replace(path)

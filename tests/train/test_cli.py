@@ -10,47 +10,31 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 import adahop_jax as adahop
 from train import cli
 from train.cli import main
-from train.llama import PRESETS
 from train.metrics import read_metrics
 from train.options import TrainOptions
 from train.run import RunStoppedError
 
 ROOT = Path(__file__).parents[2]
-TINIER = dict(vocab_size=256, dim=32, layers=1, heads=2, kv_heads=1, ffn_dim=64)
+pytestmark = pytest.mark.usefixtures("hardly_compiled")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def hardly_compiled() -> Iterator[None]:
-    """A small model, little optimized: compiling is most of what these tests cost."""
+def wide_terminal() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(PRESETS, "tiny", TINIER)  # pyright: ignore[reportArgumentType]
         patch.setenv("COLUMNS", "200")
-        before = jax.config.read("jax_disable_most_optimizations")
-        jax.config.update("jax_disable_most_optimizations", True)
         yield
-        jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpus")
-    rng = np.random.default_rng(0)
-    for i in range(12):
-        (folder / f"{i:02}.txt").write_text(" ".join(rng.choice(["row", "column", "\n"], 80)))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def small(corpus: Path) -> list[str]:
+def small(small_corpus: Path) -> list[str]:
     """Options of `train` and `profile` alike."""
-    return [f"--data={corpus}", "--model=tiny", "--batch-size=2", "--seq-len=16"]
+    return [f"--data={small_corpus}", "--model=tiny", "--batch-size=2", "--seq-len=16"]
 
 
 @pytest.fixture(scope="module")

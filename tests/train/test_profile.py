@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -16,7 +15,6 @@ import adahop_jax as adahop
 import train.profile
 from train.data import Dataset, load_data
 from train.display import Display
-from train.llama import PRESETS
 from train.options import TrainOptions
 from train.profile import Profile, profile_model
 from train.run import run_recipe
@@ -24,29 +22,14 @@ from train.step import StepMetrics, TrainState
 
 LV2 = "adahop-lv2"
 STEPS = 3
-TINIER = dict(vocab_size=256, dim=32, layers=1, heads=2, kv_heads=1, ffn_dim=64)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hardly_compiled() -> Iterator[None]:
-    """A small model, little optimized: compiling is most of what these tests cost."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(PRESETS, "tiny", TINIER)  # pyright: ignore[reportArgumentType]
-        before = jax.config.read("jax_disable_most_optimizations")
-        jax.config.update("jax_disable_most_optimizations", True)
-        yield
-        jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("hardly_compiled")
 
 
 @pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> TrainOptions:
-    folder = tmp_path_factory.mktemp("corpus")
-    rng = np.random.default_rng(0)
-    for i in range(12):
-        (folder / f"{i:02}.txt").write_text(" ".join(rng.choice(["row", "column", "\n"], 80)))
+def options(small_corpus: Path) -> TrainOptions:
     return TrainOptions(
         recipes=(LV2,),
-        data=str(folder),
+        data=str(small_corpus),
         model="tiny",
         steps=STEPS,
         batch_size=2,
