@@ -1,11 +1,16 @@
 """What all tests share: where the reference data lies, and a report of how much of it was read."""
 
 import collections
+import os
 import pathlib
 
 import hypothesis
 import numpy as np
 import pytest
+
+# Triton reads this when it is imported: here its kernels run in its interpreter. What compiles them
+# does so in a process of its own.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A first call compiles, so single examples take as long as they take; CI has to be repeatable.
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=40, derandomize=True)
