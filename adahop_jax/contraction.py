@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import math
 import operator
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from adahop_jax.backends import Backend, Quantizer, choose_backend
+from adahop_jax.backends import Backend, Quantizer, Request, choose_backend
 from adahop_jax.blocking import check_float
 from adahop_jax.e2m1 import ScaleRule, check_scale_rule
 from adahop_jax.hadamard import check_block_size
@@ -29,18 +29,27 @@ class Operand:
       axis: its contraction axis, 0 or 1.
       quantizer: how it becomes MXFP4.
       key: for stochastic rounding.
+      signs: for the transform.
+      encoded: the whole matrix encoded so, where that was done before.
     """
 
     values: Float[Array, "R C"]
     axis: int
     quantizer: Quantizer
     key: Array | None = None
+    signs: Array | None = None
+    encoded: Any = None
 
-    def carrier(self, backend: Backend, signs: Array | None) -> object:
+    def request(self, *, packed: bool = False) -> Request:
+        """What encodes it."""
+        return Request(self.axis, self.quantizer, self.signs, self.key, packed)
+
+    def carrier(self, backend: Backend) -> Any:
         """The quantized matrix as the backend's product takes it."""
-        return backend.carrier(
-            self.values, self.axis - 2, self.quantizer, signs=signs, key=self.key
-        )
+        encoded = self.encoded
+        if encoded is None:
+            (encoded,) = backend.encode(self.values, (self.request(),))
+        return backend.carrier(encoded)
 
     def outliers(self, k: int) -> tuple[Int[Array, " k"], Float[Array, "..."]]:
         """Indices of the k largest rows (of A; columns of B), and those slices of the matrix."""
@@ -50,37 +59,30 @@ class Operand:
 
 
 def product(
-    strategy: Strategy,
-    a: Operand,
-    b: Operand,
-    *,
-    k: int,
-    backend: Backend,
-    signs: Array | None = None,
+    strategy: Strategy, a: Operand, b: Operand, *, k: int, backend: Backend, dtype: Any
 ) -> Float[Array, "M N"]:
-    """A x B over one axis of each stored matrix, in float32.
+    """A x B over one axis of each stored matrix, accumulated in float32 and rounded to `dtype`.
 
     Row i of the result depends on row i of A alone (blocks run along the contraction), so that
     OE-left needs no cleaned copy of A: it overwrites k rows of the result, and OE-right k columns.
     """
     contract = (a.axis, b.axis)
     if strategy is Strategy.BF16:
-        return bf16_product(a.values, b.values, contract)
+        return bf16_product(a.values, b.values, contract).astype(dtype)
     if strategy is Strategy.IHT_OE_INNER:
-        return _inner_extraction(a, b, k, backend, signs)
-    out = backend.multiply(a.carrier(backend, signs), b.carrier(backend, signs), contract)
+        return _inner_extraction(a, b, k, backend).astype(dtype)
+    out = backend.multiply(a.carrier(backend), b.carrier(backend), dtype)
     if strategy is Strategy.IHT_OE_LEFT:
         indices, rows = a.outliers(k)
-        return overwrite_rows(out, indices, bf16_product(rows, b.values, contract))
+        return overwrite_rows(out, indices, bf16_product(rows, b.values, contract).astype(dtype))
     if strategy is Strategy.IHT_OE_RIGHT:
         indices, columns = b.outliers(k)
-        return _overwrite_columns(out, indices, bf16_product(a.values, columns, contract))
+        columns = bf16_product(a.values, columns, contract).astype(dtype)
+        return _overwrite_columns(out, indices, columns)
     return out
 
 
-def _inner_extraction(
-    a: Operand, b: Operand, k: int, backend: Backend, signs: Array | None
-) -> Float[Array, "M N"]:
+def _inner_extraction(a: Operand, b: Operand, k: int, backend: Backend) -> Float[Array, "M N"]:
     """Takes k channels out of both operands and adds their BF16 product.
 
     Channel i contributes the outer product of A[:, i] and B[i, :], whose Frobenius norm is the
@@ -94,15 +96,9 @@ def _inner_extraction(
     for side in (a, b):
         picked.append(take(side.values, indices, side.axis))
         where = (indices,) if side.axis == 0 else (slice(None), indices)
-        kept.append(side.values.at[where].set(0, unique_indices=True))
-    rest = product(
-        Strategy.IHT,
-        dataclasses.replace(a, values=kept[0]),
-        dataclasses.replace(b, values=kept[1]),
-        k=0,
-        backend=backend,
-        signs=signs,
-    )
+        values = side.values.at[where].set(0, unique_indices=True)
+        kept.append(dataclasses.replace(side, values=values, encoded=None))
+    rest = product(Strategy.IHT, kept[0], kept[1], k=0, backend=backend, dtype=jnp.float32)
     return rest + bf16_product(picked[0], picked[1], (a.axis, b.axis))
 
 
@@ -199,10 +195,10 @@ def _matmul(
     rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
     out = product(
         strategy,
-        Operand(rows, 1, quantizer, key_a),
-        Operand(b, 0, quantizer, key_b),
+        Operand(rows, 1, quantizer, key_a, signs),
+        Operand(b, 0, quantizer, key_b, signs),
         k=k,
         backend=choose_backend(backend)[0],
-        signs=signs,
+        dtype=jnp.result_type(a, b),
     )
-    return out.reshape(*a.shape[:-1], b.shape[1]).astype(jnp.result_type(a, b))
+    return out.reshape(*a.shape[:-1], b.shape[1])

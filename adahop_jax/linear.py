@@ -5,9 +5,10 @@ no gradient. What it saves for the backward pass is tagged with `checkpoint_name
 policy can keep it by name.
 """
 
+import dataclasses
 import functools
 import math
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,6 @@ from jaxtyping import Array, Float, Int
 from adahop_jax.backends import Backend, choose_backend
 from adahop_jax.blocking import check_float
 from adahop_jax.contraction import Operand, overwrite_rows, product
-from adahop_jax.mxfp4 import MXFP4Array
 from adahop_jax.products import bf16_product
 from adahop_jax.quantization import check_key, undifferentiable
 from adahop_jax.recipe import Recipe
@@ -51,10 +51,10 @@ class _Config(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What gw needs of x: the packed form, or x itself where a BF16 path needs all of it."""
+    """What gw needs of x: its encoding, or x itself where a BF16 path needs all of it."""
 
     x: Float[Array, "T K"] | None
-    packed: MXFP4Array | None
+    packed: Any
     outlier_indices: Int[Array, " k"] | None
     outlier_columns: Float[Array, "T k"] | None
 
@@ -110,25 +110,42 @@ def dot(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(config: _Config, x: Array, w: Array, key: Array | None) -> Array:
     streams = _streams(key)
-    x_operand = _operand(config, "y", "x", x, 1, streams)
+    return _output(config, _operand(config, "y", "x", x, 1, streams), w, streams)
+
+
+def _output(
+    config: _Config, x_operand: Operand, w: Array, streams: dict[str, Array | None]
+) -> Array:
     w_operand = _operand(config, "y", "w", w, 0, streams)
-    return _product(config, "y", x_operand, w_operand, streams).astype(x.dtype)
+    return _product(config, "y", x_operand, w_operand, x_operand.values.dtype)
 
 
 def _forward(config: _Config, x: Array, w: Array, key: Array | None) -> tuple[Array, tuple]:
-    saved = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), _save(config, x, key))
-    return _dot(config, x, w, key), (saved, w, key)
+    x, w = _once(x), _once(w)
+    streams = _streams(key)
+    operands = {
+        "y": _operand(config, "y", "x", x, 1, streams),
+        "gw": _operand(config, "gw", "x", x, 0, streams),
+    }
+    operands = _encode(config, operands, packed=("gw",))
+    saved = _save(config, operands["gw"])
+    saved = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), saved)
+    return _output(config, operands["y"], w, streams), (saved, w, key)
 
 
 def _backward(config: _Config, residuals: tuple, g: Array) -> tuple[Array, Array, None]:
     saved, w, key = residuals
     w, g = _once(w), _once(jnp.asarray(g))  # A caller of `vjp` may bring a NumPy cotangent.
     streams = _streams(key)
-    g_operand = _operand(config, "gx", "g", g, 1, streams)
+    operands = {
+        "gx": _operand(config, "gx", "g", g, 1, streams),
+        "gw": _operand(config, "gw", "g", g, 0, streams),
+    }
+    operands = _encode(config, operands)
     w_operand = _operand(config, "gx", "w", w, 1, streams)
-    gx = _product(config, "gx", g_operand, w_operand, streams)
     # y has x's dtype, and so has its cotangent.
-    return gx.astype(g.dtype), _weight_gradient(config, saved, g, streams).astype(w.dtype), None
+    gx = _product(config, "gx", operands["gx"], w_operand, g.dtype)
+    return gx, _weight_gradient(config, saved, operands["gw"], streams, w.dtype), None
 
 
 _dot.defvjp(_forward, _backward)
@@ -139,52 +156,62 @@ def _once(operand: Array) -> Array:
     return cast(Array, undifferentiable(operand, "the gradient of adahop_jax.dot", "pass"))
 
 
-def _save(config: _Config, x: Array, key: Array | None) -> _Saved:
-    x = _once(x)
+def _encode(
+    config: _Config, operands: dict[str, Operand], packed: tuple[str, ...] = ()
+) -> dict[str, Operand]:
+    """Encodes one matrix for those of its products that quantize all of it, in one read."""
+    wanted = []
+    for matmul in operands:
+        strategy, _ = config.of(matmul)
+        needs_values = strategy is Strategy.IHT_OE_LEFT and matmul in packed
+        if strategy not in (Strategy.BF16, Strategy.IHT_OE_INNER) and not needs_values:
+            wanted.append(matmul)
+    if not wanted:
+        return operands
+    requests = [operands[m].request(packed=m in packed) for m in wanted]
+    encoded = config.backend.encode(operands[wanted[0]].values, requests)
+    done = zip(wanted, encoded, strict=True)
+    return operands | {m: dataclasses.replace(operands[m], encoded=e) for m, e in done}
+
+
+def _save(config: _Config, operand: Operand) -> _Saved:
     strategy, k = config.of("gw")
     if strategy is Strategy.BF16:
-        return _Saved(x.astype(jnp.bfloat16), None, None, None)
-    if strategy in (Strategy.IHT_OE_LEFT, Strategy.IHT_OE_INNER):
-        return _Saved(x, None, None, None)
-    streams = _streams(key)
-    operand = _operand(config, "gw", "x", x, 0, streams)
-    packed = config.backend.quantize(
-        x, -2, operand.quantizer, signs=_signs(config, "gw", streams), key=operand.key
-    )
+        return _Saved(operand.values.astype(jnp.bfloat16), None, None, None)
+    if operand.encoded is None:
+        return _Saved(operand.values, None, None, None)
     if strategy is Strategy.IHT_OE_RIGHT:
         indices, columns = operand.outliers(k)
-        return _Saved(None, packed, indices, columns.astype(jnp.bfloat16))
-    return _Saved(None, packed, None, None)
+        return _Saved(None, operand.encoded, indices, columns.astype(jnp.bfloat16))
+    return _Saved(None, operand.encoded, None, None)
 
 
 def _weight_gradient(
-    config: _Config, saved: _Saved, g: Array, streams: dict[str, Array | None]
+    config: _Config,
+    saved: _Saved,
+    g_operand: Operand,
+    streams: dict[str, Array | None],
+    dtype: Any,
 ) -> Float[Array, "K N"]:
     """The kernel's gradient x^T g."""
-    g_operand = _operand(config, "gw", "g", g, 0, streams)
-    if saved.packed is None:
-        assert saved.x is not None
+    if saved.x is not None:
         x_operand = _operand(config, "gw", "x", saved.x, 0, streams)
-        return _product(config, "gw", x_operand, g_operand, streams)
+        return _product(config, "gw", x_operand, g_operand, dtype)
     backend = config.backend
-    g_carrier = g_operand.carrier(backend, _signs(config, "gw", streams))
-    out = backend.multiply(backend.decode(saved.packed), g_carrier, (0, 0))
+    out = backend.multiply(backend.carrier(saved.packed), g_operand.carrier(backend), dtype)
     if saved.outlier_indices is None or saved.outlier_columns is None:
         return out
     # Columns of x are rows of the kernel's gradient.
-    rows = bf16_product(saved.outlier_columns, g, (0, 0))
+    rows = bf16_product(saved.outlier_columns, g_operand.values, (0, 0)).astype(dtype)
     return overwrite_rows(out, saved.outlier_indices, rows)
 
 
-def _product(
-    config: _Config, matmul: str, a: Operand, b: Operand, streams: dict[str, Array | None]
-) -> Float[Array, "M N"]:
+def _product(config: _Config, matmul: str, a: Operand, b: Operand, dtype: Any) -> Array:
     strategy, k = config.of(matmul)
     if matmul == "gw":
         # The kernel's gradient x^T g is the transpose of the table's g^T x: left and right swap.
         strategy = strategy.mirrored
-    signs = _signs(config, matmul, streams)
-    return product(strategy, a, b, k=k, backend=config.backend, signs=signs)
+    return product(strategy, a, b, k=k, backend=config.backend, dtype=dtype)
 
 
 def _operand(
@@ -197,7 +224,8 @@ def _operand(
 ) -> Operand:
     strategy, _ = config.of(matmul)
     quantizer = config.recipe.quantizer(_OPERAND_KINDS[tensor], strategy)
-    return Operand(values, axis, quantizer, streams[f"{matmul}_{tensor}"])
+    signs = _signs(config, matmul, streams)
+    return Operand(values, axis, quantizer, streams[f"{matmul}_{tensor}"], signs)
 
 
 def _streams(key: Array | None) -> dict[str, Array | None]:

@@ -29,6 +29,8 @@ class GoldenSuite:
     """Inherited by one test class a backend, which sets `backend`."""
 
     backend: str
+    draws = 256
+    """Of stochastic rounding; the tolerances follow it."""
 
     @pytest.mark.parametrize("rule", RULES)
     @pytest.mark.parametrize("dtype", ["f32", "bf16"])
@@ -58,7 +60,7 @@ class GoldenSuite:
     def test_stochastic(self, stochastic_file, oracle, dtype: str, rule: str) -> None:
         """Every draw is a neighbour; grid values stay; the upward frequency is the oracle's."""
         x = golden_input(oracle, dtype)
-        draws = 256
+        draws = self.draws
         keys = jax.random.split(jax.random.key(7), draws)
 
         def draw(key: jax.Array) -> adahop.MXFP4Array:

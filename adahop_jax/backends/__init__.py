@@ -1,5 +1,5 @@
 """Implementations of the whole-array operations: see `base.Backend`."""
 
-from adahop_jax.backends.base import Backend, Quantizer, choose_backend
+from adahop_jax.backends.base import Backend, Quantizer, Request, choose_backend
 
-__all__ = ["Backend", "Quantizer", "choose_backend"]
+__all__ = ["Backend", "Quantizer", "Request", "choose_backend"]

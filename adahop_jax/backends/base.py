@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib
+import importlib.util
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -26,13 +28,32 @@ class Quantizer:
     block_size: int | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One of the encodings of a matrix that `Backend.encode` makes.
+
+    Attributes:
+      axis: the contraction axis, 0 or 1.
+      quantizer: how values become MXFP4.
+      signs: for the transform, see `adahop_jax.hadamard_transform`.
+      key: for stochastic rounding.
+      packed: asks for the 4-bit form, to be kept until later; else any form may come back that
+        makes the carrier cheap.
+    """
+
+    axis: int
+    quantizer: Quantizer
+    signs: Array | None = None
+    key: Array | None = None
+    packed: bool = False
+
+
 @runtime_checkable
 class Backend(Protocol):
     """Whole-array operations of one implementation.
 
-    Matrices are 2-D and may be ragged: a backend pads as it needs, with zeros. A *carrier* is
-    whatever the backend's product takes as an operand: an opaque value that stands for exactly the
-    dequantized matrix.
+    Matrices may be ragged: a backend pads as it needs, with zeros. Encoded matrices and *carriers*
+    (what the product takes) are opaque pytrees: they stand for exactly the quantized matrix.
     """
 
     name: str
@@ -49,28 +70,23 @@ class Backend(Protocol):
         """Transforms (where asked) and quantizes along a negative axis: the reference's bits."""
         ...
 
-    def carrier(
-        self,
-        x: Float[Array, "R C"],
-        axis: int,
-        quantizer: Quantizer,
-        *,
-        signs: Array | None = None,
-        key: Array | None = None,
-    ) -> Any:
-        """The carrier of `quantize(x, ...)`, without making the packed form where that costs."""
+    def encode(self, x: Float[Array, "R C"], requests: Sequence[Request]) -> tuple[Any, ...]:
+        """The encodings asked for, in one read of the matrix where the backend can."""
         ...
 
-    def decode(self, q: MXFP4Array) -> Any:
-        """The carrier of a packed matrix."""
+    def carrier(self, encoded: Any) -> Any:
+        """An encoded matrix as an operand of the product."""
         ...
 
-    def multiply(self, a: Any, b: Any, contract: tuple[int, int]) -> Float[Array, "M N"]:
-        """Product of two carriers over one axis of each, accumulated and returned in float32."""
+    def multiply(self, a: Any, b: Any, dtype: Any) -> Float[Array, "M N"]:
+        """Product of two carriers over their contraction axes.
+
+        Accumulated in float32 and rounded once, to `dtype`.
+        """
         ...
 
 
-_MODULES = {"xla": "adahop_jax.backends.xla"}
+_MODULES = {"xla": "adahop_jax.backends.xla", "triton": "adahop_jax.backends.triton"}
 
 
 def choose_backend(name: str) -> tuple[Backend, str]:
@@ -84,14 +100,36 @@ def choose_backend(name: str) -> tuple[Backend, str]:
 
     Raises:
       ValueError: for an unknown name.
+      RuntimeError: for a backend that cannot run here.
     """
     if name == "auto":
         platform = jax.default_backend()
-        return _load("xla"), f"xla serves every platform, {platform} among them."
+        if platform != "gpu":
+            return _load("xla"), f"xla serves every platform, {platform} among them."
+        capability = getattr(jax.devices()[0], "compute_capability", "unknown")
+        if capability != "9.0":
+            return _load("xla"), (
+                f"the kernels of triton were measured on compute capability 9.0 only, and this GPU "
+                f"is {capability}; name 'triton' to use them all the same."
+            )
+        if missing := _missing("triton", "jax_triton"):
+            return _load("xla"), f"{missing} is not installed; triton is faster on this GPU."
+        return _load("triton"), "triton is the fastest on this GPU."
     if name not in _MODULES:
         raise ValueError(f"backend is {name!r}, but must be one of auto, {', '.join(_MODULES)}.")
     return _load(name), "named by the caller."
 
 
+def _missing(*packages: str) -> str | None:
+    return next((p for p in packages if importlib.util.find_spec(p) is None), None)
+
+
 def _load(name: str) -> Backend:
-    return importlib.import_module(_MODULES[name]).BACKEND
+    if name == "triton" and (missing := _missing("triton", "jax_triton")):
+        raise RuntimeError(
+            f"backend 'triton' needs the package {missing}; pip install 'adahop-jax[triton]'."
+        )
+    backend = importlib.import_module(_MODULES[name]).BACKEND
+    if name == "triton":
+        backend.check_device()
+    return backend

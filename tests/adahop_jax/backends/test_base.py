@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from adahop_jax.backends import Backend, Quantizer, base, choose_backend
+from adahop_jax.backends import Backend, Quantizer, Request, base, choose_backend
 
 NAMES = tuple(base._MODULES)
 
@@ -40,18 +40,16 @@ def test_carrier_is_that_of_the_packed_matrix(name: str) -> None:
     a = jax.random.normal(jax.random.key(0), (5, 40))
     signs = jax.random.rademacher(jax.random.key(1), (16,), jnp.int8)
 
-    def packed(*args, **signs):
-        return backend.decode(backend.quantize(*args, **signs))
-
-    def square(make, a, quantizer):
-        rows = make(a, -1, quantizer, signs=signs)
-        columns = make(a.T, -2, quantizer, signs=signs)
-        return backend.multiply(rows, columns, (1, 0))
+    def square(packed, a, quantizer):
+        ((rows,), (columns,)) = (
+            backend.encode(x, [Request(axis, quantizer, signs, packed=packed)])
+            for x, axis in ((a, 1), (a.T, 0))
+        )
+        return backend.multiply(backend.carrier(rows), backend.carrier(columns), jnp.float32)
 
     for quantizer in (Quantizer(), Quantizer("rceil", block_size=16)):
         out = [
-            jax.jit(square, static_argnums=(0, 2))(make, a, quantizer)
-            for make in (backend.carrier, packed)
+            jax.jit(square, static_argnums=(0, 2))(packed, a, quantizer) for packed in (False, True)
         ]
         assert out[0].shape == (5, 5)
         assert out[0].dtype == jnp.float32
