@@ -1,4 +1,4 @@
-"""The `adahop` command: train, profile, table show."""
+"""The `adahop` command: train, profile, table show, bench."""
 
 import dataclasses
 import os
@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from train.bench.kernels import Kernels
+from train.bench.step import Step
 from train.data import load_data
 from train.display import Display
 from train.options import TrainOptions, read_table
@@ -26,6 +28,7 @@ class Train(TrainOptions):
         self.check_calibration()
         dataset = load_data(self.data_config())
         display.dataset(dataset)
+        display.say("attention: {}; {}".format(*self.choose_attention()))
         check_table(self, dataset)
         results = [run_recipe(self, recipe, dataset, display) for recipe in self.recipes]
         display.results(results)
@@ -114,10 +117,31 @@ class Table:
         return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Measures speed and memory on the device at hand.
+
+    Attributes:
+      what: what to measure.
+    """
+
+    what: tyro.conf.OmitSubcommandPrefixes[
+        tyro.conf.OmitArgPrefixes[
+            Annotated[Kernels, tyro.conf.subcommand("kernels")]
+            | Annotated[Step, tyro.conf.subcommand("step")]
+        ]
+    ]
+
+    def run(self, display: Display) -> int:
+        """Runs the command; returns the exit code."""
+        return self.what.run(display)
+
+
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Profile, tyro.conf.subcommand("profile")]
     | Annotated[Table, tyro.conf.subcommand("table")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
 
 

@@ -8,14 +8,17 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
+
+from train.loss import linear_cross_entropy
 
 INIT_STD = 0.02
 """Standard deviation of initial weights, as in GPT-2 (Radford et al. 2019)."""
@@ -40,6 +43,8 @@ class LlamaConfig:
       dtype: dtype of the computation, by name ('bfloat16' or 'float32').
       param_dtype: dtype of the stored parameters, by name.
       remat: whether blocks are recomputed in the backward pass instead of being stored.
+      attention: implementation of attention, 'xla' or 'cudnn'; see
+        `train.attention.choose_attention`.
     """
 
     vocab_size: int
@@ -54,6 +59,7 @@ class LlamaConfig:
     dtype: str = "bfloat16"
     param_dtype: str = "float32"
     remat: bool = False
+    attention: Literal["xla", "cudnn"] = "xla"
 
     def __post_init__(self) -> None:
         """Checks the configuration.
@@ -72,6 +78,8 @@ class LlamaConfig:
         for name in ("dtype", "param_dtype"):
             # Names, not types, are stored: they compare, hash and go through JSON.
             object.__setattr__(self, name, _dtype_name(name, getattr(self, name)))
+        if self.attention not in ("xla", "cudnn"):
+            raise ValueError(f"attention is {self.attention!r}, but must be 'xla' or 'cudnn'.")
         if self.dim % self.heads:
             raise ValueError(f"dim is {self.dim}, but must be a multiple of heads ({self.heads}).")
         if self.heads % self.kv_heads:
@@ -189,7 +197,7 @@ class Attention(nn.Module):
         q = rotary_embedding(heads("q", config.heads), positions, config.rope_theta)
         k = rotary_embedding(heads("k", config.kv_heads), positions, config.rope_theta)
         v = heads("v", config.kv_heads)
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=config.attention)
         y = y.reshape(batch, length, config.dim)
         return _linear(self.dense, config, config.dim, "o", residual=True)(y)
 
@@ -225,6 +233,19 @@ class Block(nn.Module):
         return x + MLP(config, self.dense, name="mlp")(y)
 
 
+class Head(nn.Module):
+    """The weight of an LM head of its own."""
+
+    config: LlamaConfig
+
+    @nn.compact
+    def __call__(self) -> Float[Array, "dim vocab"]:
+        """The weight as it is stored."""
+        config = self.config
+        init = nn.initializers.normal(INIT_STD)
+        return self.param("kernel", init, (config.dim, config.vocab_size), config.param_dtype)
+
+
 class Llama(nn.Module):
     """A Llama language model.
 
@@ -239,14 +260,20 @@ class Llama(nn.Module):
     dense: Callable[..., nn.Module] = nn.Dense
 
     @nn.compact
-    def __call__(self, tokens: Int[Array, "batch length"]) -> Float[Array, "batch length vocab"]:
+    def __call__(
+        self,
+        tokens: Int[Array, "batch length"],
+        targets: Int[Array, "batch length"] | None = None,
+    ) -> Float[Array, "..."]:
         """Predicts each next token.
 
         Args:
           tokens: [batch, length]; one outside the vocabulary gives NaN.
+          targets: the next tokens, for a loss that needs no array of all logits; one beyond the
+            vocabulary gives NaN.
 
         Returns:
-          float32 logits [batch, length, vocab].
+          float32 logits [batch, length, vocab], or the mean cross entropy of the targets in nats.
 
         Raises:
           TypeError: if tokens are not integers.
@@ -271,9 +298,13 @@ class Llama(nn.Module):
             x = block(config, self.dense, name=f"block_{i}")(x)
         x = _norm(config, "norm")(x)
         if config.tie_embeddings:
-            logits = embedding.attend(x)
+            w, axis = embedding.embedding, 1
         else:
-            logits = _linear(nn.Dense, config, config.vocab_size, "head")(x)
+            w, axis = Head(config, name="head")(), 0
+        if targets is not None:
+            return linear_cross_entropy(x, w, targets, axis=axis)
+        with jax.named_scope("head"):
+            logits = lax.dot_general(x, w.astype(x.dtype), (((2,), (axis,)), ((), ())))
         return logits.astype(jnp.float32)
 
 

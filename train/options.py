@@ -5,6 +5,7 @@ import pathlib
 from typing import Any
 
 import adahop_jax as adahop
+from train.attention import AttentionName, Implementation, choose_attention
 from train.data import DataConfig
 from train.llama import LlamaConfig
 from train.optimizer import OptimizerConfig
@@ -41,6 +42,7 @@ class TrainOptions:
         width, at most 64 (the paper's 64 at a width of 2048).
       table: strategy table (JSON) to use instead of calibrating.
       remat: recompute blocks in the backward pass instead of storing them.
+      attention: xla, cudnn (flash attention, for NVIDIA GPUs), or auto: cudnn where that can be.
       evaluate_every: steps between validations.
       validation_batches: batches of a validation.
       checkpoint_every: steps between checkpoints.
@@ -68,6 +70,7 @@ class TrainOptions:
     k: int | None = None
     table: pathlib.Path | None = None
     remat: bool = False
+    attention: AttentionName = "auto"
     evaluate_every: int = 50
     validation_batches: int = 8
     checkpoint_every: int = 50
@@ -140,7 +143,21 @@ class TrainOptions:
 
     def model_config(self, vocab_size: int) -> LlamaConfig:
         """Shape of the model for a tokenizer of this size."""
-        return LlamaConfig.preset(self.model, vocab_size=vocab_size, remat=self.remat)
+        return LlamaConfig.preset(
+            self.model,
+            vocab_size=vocab_size,
+            remat=self.remat,
+            attention=self.choose_attention()[0],
+        )
+
+    def choose_attention(self) -> tuple[Implementation, str]:
+        """The implementation of attention, and the reason for it, one sentence.
+
+        Raises:
+          ValueError: if the one that is asked for cannot be.
+        """
+        config = LlamaConfig.preset(self.model)
+        return choose_attention(self.attention, config.dtype, config.head_dim)
 
     def optimizer_config(self) -> OptimizerConfig:
         """Options of the optimizer."""

@@ -12,7 +12,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 import adahop_jax as adahop
-from train.llama import Llama, LlamaConfig, cross_entropy
+from train.llama import Llama, LlamaConfig
 
 
 @functools.partial(
@@ -157,5 +157,5 @@ def _loss(
     variables = {"params": params, "adahop": adahop.bind(table, probes)}
     if calibrating and probing:
         variables["adahop_probes"] = probes
-    logits = cast(Array, model.apply(variables, tokens[:, :-1], rngs={"adahop": key}))
-    return cross_entropy(logits, tokens[:, 1:])
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    return cast(Array, model.apply(variables, inputs, targets, rngs={"adahop": key}))

@@ -259,6 +259,43 @@ def test_initial_loss_is_that_of_a_uniform_guess(tied: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 1e-2)])
+def test_loss_of_targets_is_that_of_the_logits(tied: bool, dtype: str, tolerance: float) -> None:
+    config = LlamaConfig.preset("tiny", dtype=dtype, layers=1, tie_embeddings=tied)
+    params = init(config)
+
+    def of_targets(params: Any, tokens: Array) -> Any:
+        return Llama(config).apply({"params": params}, tokens[:, :-1], tokens[:, 1:])
+
+    value, grads = _jit(jax.value_and_grad(of_targets))(params, TOKENS)
+    expected, exact = loss_and_grads(config)(params, TOKENS)
+    assert value.shape == () and value.dtype == jnp.float32
+    assert float(value) == pytest.approx(float(expected), rel=tolerance)
+    difference = optax.tree.norm(jax.tree.map(jnp.subtract, grads, exact))
+    assert float(difference / optax.tree.norm(exact)) < tolerance
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_learns(tied: bool) -> None:
+    """The loss of targets along the head's weight, against its derivative."""
+    config = LlamaConfig.preset("tiny", dtype="float32", layers=1, tie_embeddings=tied)
+    params = init(config)
+    names = ("embedding", "embedding") if tied else ("head", "kernel")
+    w = params[names[0]][names[1]]
+
+    def of_weight(w: Array) -> Any:
+        changed = {**params, names[0]: {names[1]: w}}
+        return Llama(config).apply({"params": changed}, TOKENS[:, :-1], TOKENS[:, 1:])
+
+    direction = jax.random.normal(jax.random.key(3), w.shape)
+    _, gradient = (program := _jit(jax.value_and_grad(of_weight)))(w)
+    slope = (program(w + 1e-3 * direction)[0] - program(w - 1e-3 * direction)[0]) / 2e-3
+    derivative = jnp.vdot(gradient, direction)
+    assert abs(float(slope)) > 0.1
+    assert float(derivative) == pytest.approx(float(slope), rel=1e-2)
+
+
 def test_bfloat16_compute_keeps_float32_parameters_and_gradients() -> None:
     config = LlamaConfig.preset("tiny", layers=1)
     params = init(config)

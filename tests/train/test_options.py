@@ -33,6 +33,8 @@ def test_the_defaults_pass() -> None:
         ({"recipes": ("bf16", "mxfp4", "bf16")}, r"^recipes is bf16 mxfp4 bf16, .*twice"),
         ({"recipes": ("bf16", "adahop-lv3")}, r"^recipe is 'adahop-lv3', .*adahop-lv2"),
         ({"model": "large"}, r"^model is 'large', .*tiny"),
+        ({"attention": "flash"}, r"^attention is 'flash', .*auto, xla, cudnn"),
+        ({"attention": "cudnn"}, r"^attention is 'cudnn', but cuDNN needs an NVIDIA GPU"),
         ({"k": -1}, r"^k is -1, .*at least 0"),
         ({"calibration_steps": 0}, r"^calibration_steps is 0, .*at least 1"),
         ({"steps": 0}, r"^steps is 0, "),
@@ -122,6 +124,7 @@ CHANGES: dict[str, Any] = {
     "k": 5,
     "table": Path("t.json"),
     "remat": True,
+    "attention": "xla",
 }
 
 
