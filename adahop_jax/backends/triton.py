@@ -118,7 +118,7 @@ class TritonBackend:
             plan = matmul.plan(m, n, k, dtype.name, programs=device().multiprocessors)
             return launch(plan, a.values, a.factors, b.values, b.factors)[0]
         a, b = cast(MXFP4Array, a), cast(MXFP4Array, b)
-        plan = scaled_matmul.plan(m, n, 2 * k, dtype.name)
+        plan = scaled_matmul.plan(m, n, 2 * k, dtype.name, target=device().fp4 or "sm_100")
         return launch(plan, a.codes, a.scales, b.codes, b.scales)[0]
 
 

@@ -17,12 +17,12 @@ class Device:
 
     Attributes:
       native: compiled for a GPU; else interpreted.
-      fp4: has units for block-scaled FP4 products.
+      fp4: the name in `scaled_matmul.TILES` of its units for block-scaled FP4 products, or None.
       multiprocessors: how many.
     """
 
     native: bool
-    fp4: bool
+    fp4: str | None
     multiprocessors: int
 
 
@@ -30,9 +30,11 @@ class Device:
 def device() -> Device:
     """JAX's default device."""
     if jax.default_backend() != "gpu":
-        return Device(native=False, fp4=False, multiprocessors=2)
+        return Device(native=False, fp4=None, multiprocessors=2)
     gpu = jax.devices()[0]
-    return Device(True, _capability(gpu) >= (10, 0), getattr(gpu, "core_count", 132))
+    capability = _capability(gpu)
+    fp4 = "sm_120" if capability >= (12, 0) else "sm_100" if capability >= (10, 0) else None
+    return Device(True, fp4, getattr(gpu, "core_count", 132))
 
 
 def check_device() -> None:
