@@ -17,22 +17,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels.launch import ArraySpec, Launch
-
-
-@triton.jit
-def _tile_of(index, rows, cols, GROUP: tl.constexpr):
-    """Row and column of a tile; GROUP rows of tiles are walked column by column."""
-    first = index // (GROUP * cols) * GROUP
-    height = min(rows - first, GROUP)
-    return first + index % height, index % (GROUP * cols) // height
-
-
-@triton.jit
-def _store(out_ptr, tile, row, col, M, N):
-    rm = row + tl.arange(0, tile.shape[0])
-    rn = col + tl.arange(0, tile.shape[1])
-    at = out_ptr + rm.to(tl.int64)[:, None] * N + rn[None, :]
-    tl.store(at, tile.to(out_ptr.dtype.element_ty), mask=(rm < M)[:, None] & (rn < N)[None, :])
+from triton_kernels.tiling import store_tile, tile_of
 
 
 @triton.jit
@@ -46,7 +31,7 @@ def matmul_rows(
     cols = tl.cdiv(N, TILE_N)
     steps = tl.cdiv(K, TILE_K)
     for index in tl.range(tl.program_id(0), rows * cols, PROGRAMS, flatten=True):
-        i, j = _tile_of(index, rows, cols, GROUP)
+        i, j = tile_of(index, rows, cols, GROUP)
         row = i * TILE_M
         col = j * TILE_N
         acc = tl.zeros((TILE_M, TILE_N), tl.float32)
@@ -61,13 +46,13 @@ def matmul_rows(
         # The factors' product first: one may be huge and the other tiny.
         acc = acc * (fa[:, None] * fb[None, :])
         if PARTS == 1:
-            _store(out_ptr, acc, row, col, M, N)
+            store_tile(out_ptr, acc, row, col, M, N)
         else:
             # Half a tile at a time needs half the shared memory, which buys a stage of the loop.
             halves = tl.permute(tl.reshape(acc, (TILE_M, 2, TILE_N // 2)), (0, 2, 1))
             left, right = tl.split(halves)
-            _store(out_ptr, left, row, col, M, N)
-            _store(out_ptr, right, row, col + TILE_N // 2, M, N)
+            store_tile(out_ptr, left, row, col, M, N)
+            store_tile(out_ptr, right, row, col + TILE_N // 2, M, N)
 
 
 class Tiles(NamedTuple):

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels.launch import ArraySpec, Launch
+from triton_kernels.tiling import store_tile, tile_of
 
 _E2M1 = tl.constexpr("e2m1")
 
@@ -41,15 +42,10 @@ def scaled_matmul(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
     DESCRIPTOR: tl.constexpr, EVEN: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """One output tile a program; a and b are tensor descriptors or pointers.
-
-    GROUP rows of tiles are walked column by column, so that they share columns of b in L2.
-    """
-    cols = tl.cdiv(N, TILE_N)
-    first = tl.program_id(0) // (GROUP * cols) * GROUP
-    height = min(tl.cdiv(M, TILE_M) - first, GROUP)
-    row = (first + tl.program_id(0) % height) * TILE_M
-    col = tl.program_id(0) % (GROUP * cols) // height * TILE_N
+    """One output tile a program; a and b are tensor descriptors or pointers."""
+    i, j = tile_of(tl.program_id(0), tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N), GROUP)
+    row = i * TILE_M
+    col = j * TILE_N
 
     # From K alone the compiler would not know how these are aligned, and load bytes one by one.
     blocks = tl.multiple_of(K // 32, ALIGNMENT)
@@ -67,11 +63,7 @@ def scaled_matmul(
         x_scales = _load(a_scales_ptr, row, step, M, blocks, 127, TILE_M, BLOCKS, EVEN)
         y_scales = _load(b_scales_ptr, col, step, N, blocks, 127, TILE_N, BLOCKS, EVEN)
         acc = tl.dot_scaled(x, x_scales, _E2M1, y.T, y_scales, _E2M1, acc)
-
-    rm = row + tl.arange(0, TILE_M)
-    rn = col + tl.arange(0, TILE_N)
-    at = out_ptr + rm.to(tl.int64)[:, None] * N + rn[None, :]
-    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(rm < M)[:, None] & (rn < N)[None, :])
+    store_tile(out_ptr, acc, row, col, M, N)
 
 
 class Tiles(NamedTuple):

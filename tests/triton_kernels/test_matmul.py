@@ -7,25 +7,15 @@ the float64 one, rounded once to the output's dtype: bit for bit.
 import ml_dtypes
 import numpy as np
 import pytest
-import triton
-import triton.language as tl
 
 from triton_kernels import interpreter, matmul
-from triton_kernels.launch import ArraySpec, Launch
+from triton_kernels.launch import ArraySpec
 from triton_kernels.matmul import Tiles
 
 E4M3 = ml_dtypes.float8_e4m3fn
 SMALL = Tiles(16, 32, 64, 2, 2, 3, 4)
 """Many tiles of a small product: 16 x 32, 64 deep, in groups of 2 rows, stored by halves."""
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-
-
-@triton.jit
-def _walk(rows, cols, out_ptr, GROUP: tl.constexpr):
-    index = tl.program_id(0)
-    row, col = matmul._tile_of(index, rows, cols, GROUP)
-    tl.store(out_ptr + 2 * index, row)
-    tl.store(out_ptr + 2 * index + 1, col)
 
 
 def integers(rows: int, k: int, seed: int) -> np.ndarray:
@@ -82,29 +72,6 @@ def test_programs_walk_over_all_tiles(programs, tile):
     np.testing.assert_array_equal(
         run(*arrays, programs=programs, tile=tile), reference(*arrays).astype(np.float32)
     )
-
-
-def test_each_tile_is_visited_once_and_groups_share_columns():
-    """The walk over tiles: a group's rows of one column follow one another."""
-    rows, cols, group = 7, 5, 3
-    plan = Launch(
-        _walk,
-        (rows * cols,),
-        (),
-        (rows, cols),
-        (ArraySpec((rows * cols, 2), "int32"),),
-        (("GROUP", group),),
-    )
-    (tiles,) = interpreter.run(plan, [])
-    assert len({tuple(tile) for tile in tiles}) == rows * cols
-    assert tiles.min() == 0 and tuple(tiles.max(0)) == (rows - 1, cols - 1)
-    for first in range(0, rows, group):
-        height = min(group, rows - first)
-        ours = tiles[first * cols : (first + height) * cols].reshape(cols, height, 2)
-        np.testing.assert_array_equal(
-            np.sort(ours[..., 0], 1), [range(first, first + height)] * cols
-        )
-        np.testing.assert_array_equal(ours[..., 1], np.arange(cols)[:, None].repeat(height, 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
