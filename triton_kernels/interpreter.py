@@ -13,7 +13,6 @@ first; inline assembly is missing; a masked-off load gives 0 where `other` is no
 import concurrent.futures
 import contextlib
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,11 +27,10 @@ from triton_kernels.launch import ArraySpec, Launch
 _POISON = 0xA5
 _ALIGNMENT = 16
 _GUARD = 4096
-# The interpreter patches Triton's modules, for all threads, while a kernel runs.
-_LOCK = threading.Lock()
 
-# XLA calls back with subnormal numbers flushed to zero. A thread has the mode of the one that
-# started it, so this one is started here, on import.
+# All launches run in one thread, one after the other: the interpreter patches Triton's modules, for
+# all threads, while a kernel runs. It is started here, on import, since a thread has the mode of
+# the one that started it, and XLA calls back with subnormal numbers flushed to zero.
 _WORKER = concurrent.futures.ThreadPoolExecutor(1, "triton_interpreter")
 _WORKER.submit(int).result()
 
@@ -87,7 +85,7 @@ def run(launch: Launch, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
     written = [_Poisoned(spec) for spec in launch.outputs]
 
     def interpret() -> None:
-        with _LOCK, _corrected(), np.errstate(all="ignore"):
+        with _corrected(), np.errstate(all="ignore"):
             launch.kernel[launch.grid](*arguments, *scalars, *written, **dict(launch.constants))
 
     _WORKER.submit(interpret).result()

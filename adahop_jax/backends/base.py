@@ -112,7 +112,7 @@ def choose_backend(name: str) -> tuple[Backend, str]:
                 f"the kernels of triton were measured on compute capability 9.0 only, and this GPU "
                 f"is {capability}; name 'triton' to use them all the same."
             )
-        if missing := _missing("triton", "jax_triton"):
+        if missing := _missing_for_triton():
             return _load("xla"), f"{missing} is not installed; triton is faster on this GPU."
         return _load("triton"), "triton is the fastest on this GPU."
     if name not in _MODULES:
@@ -120,12 +120,13 @@ def choose_backend(name: str) -> tuple[Backend, str]:
     return _load(name), "named by the caller."
 
 
-def _missing(*packages: str) -> str | None:
+def _missing_for_triton() -> str | None:
+    packages = ("triton", "jax_triton")
     return next((p for p in packages if importlib.util.find_spec(p) is None), None)
 
 
 def _load(name: str) -> Backend:
-    if name == "triton" and (missing := _missing("triton", "jax_triton")):
+    if name == "triton" and (missing := _missing_for_triton()):
         raise RuntimeError(
             f"backend 'triton' needs the package {missing}; pip install 'adahop-jax[triton]'."
         )

@@ -54,11 +54,8 @@ class TritonBackend:
         down = x.ndim > 1 and math.prod(x.shape[:axis]) == 1 and axis < x.ndim - 1
         rows = x if down else jnp.moveaxis(x, axis, -1)
         free = rows.shape[axis + 1 :] if down else rows.shape[:-1]
-        shape = (-1, math.prod(free)) if down else (math.prod(free), rows.shape[-1])
-        if rows.size:
-            shape = tuple(rows.size // math.prod(free) if n == -1 else n for n in shape)
-        else:
-            shape = (x.shape[axis], math.prod(free)) if down else shape
+        length, width = x.shape[axis], math.prod(free)
+        shape = (length, width) if down else (width, length)
         request = Request(0 if down else 1, quantizer, signs, key, packed=True)
         (encoded,) = self.encode(rows.reshape(shape), (request,))
         lead = x.shape[:axis] if down else ()
@@ -70,7 +67,7 @@ class TritonBackend:
 
     def encode(self, x: Float[Array, "R C"], requests: Sequence[Request]) -> tuple[MXFP4Array, ...]:
         """See `Backend.encode`; contraction-major."""
-        if len(requests) > 1 and len({r.axis for r in requests}) != len(requests):
+        if len({r.axis for r in requests}) != len(requests):
             return tuple(self.encode(x, (request,))[0] for request in requests)
         by_axis = {request.axis: _encoding(request) for request in requests}
         lengths = {

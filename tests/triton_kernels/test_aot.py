@@ -5,6 +5,7 @@ TRITON_INTERPRET=1 holds for the whole process of these tests, so each compiles 
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -45,7 +46,7 @@ _FP4 = {
 @pytest.fixture(scope="module", params=list(aot.TARGETS))
 def compiled(request):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    root = str(pathlib.Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT, request.param],
         capture_output=True, text=True, cwd=root, env=environment | {"PYTHONPATH": root},

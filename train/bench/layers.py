@@ -18,7 +18,7 @@ from train.bench.report import MILLISECONDS, PERCENT, TIMES, Column, Group
 from train.bench.timing import Plan, Timing, Work, attempt, measure
 
 USUAL = "lv2"
-"""Name of what level 2 gives a layer whose activations have outlier channels, and nothing else."""
+"""Name of `usual_strategies`."""
 
 DEFAULT_STRATEGIES = (
     Strategy.IHT,
@@ -27,6 +27,11 @@ DEFAULT_STRATEGIES = (
     Strategy.IHT_OE_INNER,
     USUAL,
 )
+
+
+def usual_strategies(k: int) -> MatmulStrategies:
+    """What level 2 gives a layer whose activations have outlier channels, and nothing else."""
+    return MatmulStrategies.from_patterns(Pattern.COL, Pattern.NONE, Pattern.NONE, Level.LV2, k)
 
 
 def parse_strategies(text: str, k: int) -> tuple[str, MatmulStrategies]:
@@ -39,9 +44,7 @@ def parse_strategies(text: str, k: int) -> tuple[str, MatmulStrategies]:
       ValueError: for an unknown strategy, or another number of them.
     """
     if text == USUAL:
-        found = MatmulStrategies.from_patterns(
-            Pattern.COL, Pattern.NONE, Pattern.NONE, Level.LV2, k
-        )
+        found = usual_strategies(k)
         return f"{USUAL} ({'/'.join(s for _, s, _ in found.items())})", found
     names: list[Any] = text.split("/")
     if len(names) not in (1, 3):

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 import adahop_jax as adahop
-from adahop_jax import Pattern
 from train.bench import profile
+from train.bench.layers import usual_strategies
 from train.bench.saved import saved_input_bytes
 from train.bench.timing import attempt
 from train.llama import LlamaConfig, flops_per_token
@@ -127,10 +127,7 @@ def step_table(options: TrainOptions, recipe: adahop.Recipe) -> adahop.StrategyT
     """The strategies to measure: the recipe's own, those given, or what level 2 mostly chooses."""
     if recipe.level is None:
         return recipe.initial_table()
-    return options.load_table() or adahop.StrategyTable.uniform(
-        # For activations with outlier channels, and nothing else.
-        adahop.MatmulStrategies.from_patterns(Pattern.COL, Pattern.NONE, Pattern.NONE, k=recipe.k)
-    )
+    return options.load_table() or adahop.StrategyTable.uniform(usual_strategies(recipe.k))
 
 
 def _parts(runner: _Runner, compiled: Any, seconds: float) -> dict[str, Any] | str:
